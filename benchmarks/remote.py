@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Figure, Outcome, Scale, Sense, shared_memory
-from tiercheck.protocol.manifest import Digests, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Digests, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote import open_store

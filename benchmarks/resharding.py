@@ -44,8 +44,7 @@ from benchmarks.sharing import paired
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Digests
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
 from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk

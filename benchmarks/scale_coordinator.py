@@ -30,8 +30,7 @@ from benchmarks.harness import ROOT, Figure, Outcome, Scale
 from tiercheck.connections import Strangers
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.app import prepare_process
 from tiercheck_sidecar.control import api as control_api

@@ -13,8 +13,17 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
-from tiercheck.protocol.requests import BeginSlot, ReportProgress, Request, ReserveSlots
+from tiercheck.protocol.local import (
+    BeginSlot,
+    Hello,
+    LauncherEvent,
+    Order,
+    Reply,
+    ReportProgress,
+    Request,
+    ReserveSlots,
+    Welcome,
+)
 from tiercheck.protocol.version import Kind, Version
 
 DEADLINE = 90.0

@@ -38,14 +38,20 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.supervised import begin, supervise
-from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, WarnOnce
+from tiercheck.trainer import process
+from tiercheck.trainer.backends.backend import (
+    Backend,
+    Offer,
+    RestoreError,
+    WarnOnce,
+    is_distributed,
+    rank_and_world,
+)
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.backends.ranks import is_distributed, rank_and_world
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp.reader import TierCheckReader
 from tiercheck.trainer.dcp.writer import Slots, StagingWriter, TierCheckWriter
-from tiercheck.trainer.process import process_end
-from tiercheck.trainer.process.process_end import LastWords
+from tiercheck.trainer.process import LastWords
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 
@@ -77,7 +83,7 @@ class Storage:
         self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
         self._last_words: LastWords | None = None
         if run_dir:
-            process_end.answer_with_stacks()
+            process.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         self.process_group: dist.ProcessGroup | None = (
             dist.new_group(backend="gloo") if is_distributed() else None
@@ -99,7 +105,7 @@ class Storage:
                 "tiercheck-progress",
                 lambda: supervise(self._deliver, self._died, lambda pause: not self._stop.wait(pause)),
             )
-        process_end.wait_at_exit()
+        process.wait_at_exit()
         atexit.register(self.close)
 
     @property

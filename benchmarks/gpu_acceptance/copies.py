@@ -10,7 +10,7 @@ from benchmarks.gpu_acceptance.station import Station, ensure_room
 from benchmarks.harness import GIB, MIB
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.requests import CompleteSlot
+from tiercheck.protocol.local import CompleteSlot
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.slot_file import SlotReader
 

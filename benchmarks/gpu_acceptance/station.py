@@ -14,17 +14,18 @@ from benchmarks.gpu_acceptance.checks import Setting, Skip
 from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Reply, Welcome
-from tiercheck.protocol.requests import (
+from tiercheck.protocol.local import (
     AbandonSlot,
     BeginSlot,
     CompleteSlot,
     DeclineDeltas,
+    Reply,
     ReportCannotSave,
     ReportMismatch,
     ReportProgress,
     Request,
     ReserveSlots,
+    Welcome,
 )
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends import sidecar_backend

@@ -17,7 +17,7 @@ from benchmarks.harness import GIB, MIB, Figure, Sense, rate_text
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.flight import Flight
+from tiercheck.trainer.save.staging import Flight
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from msgspec.json import Decoder, Encoder
 
 from tiercheck.plain_files import open_plain
+from tiercheck.protocol.local import REQUESTS, NamedRequest, Request
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
-from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
 from tiercheck_sidecar.digest import digest_chunk
 
 __all__ = ["Malformed", "decode", "decode_request", "encode", "read_checked", "with_checksum"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 
 CHUNK = 4 * 1024 * 1024
 """Bytes per digest."""

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.report import SPARE, RestoreState
-from tiercheck.protocol.version import Artifact, Version
+from tiercheck.protocol.version import Artifact, Digests, Manifest, RankArtifact, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Digests
 from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running_digest
 
 _KEY = 32

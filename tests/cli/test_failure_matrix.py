@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tiercheck.trainer.process import process_end
+from tiercheck.trainer import process
 from tiercheck_operator.model.conditions import Cause
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_every_cause_has_its_place(cause: Cause) -> None:
 def test_every_reason_that_a_rank_gives_is_offered_to_rules() -> None:
     words = {
         value
-        for name, value in vars(process_end).items()
+        for name, value in vars(process).items()
         if re.fullmatch("[A-Z][A-Z_]*", name) and isinstance(value, str)
     }
     assert {word for word in words if f"`{word}`" not in FAILURES} == set()

@@ -29,12 +29,21 @@ from tiercheck.protocol.artifacts.slot import (
 )
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.local import (
+    BeginSlot,
+    BorrowArtifact,
+    Hello,
+    LauncherEvent,
+    Order,
+    Reply,
+    ReportResume,
+    Request,
+    ReserveSlots,
+    Welcome,
+)
 from tiercheck.protocol.plain_json import decode_with, parse_json
 from tiercheck.protocol.report import Exact, Report
-from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, ReportResume, Request, ReserveSlots
-from tiercheck.protocol.version import Share, Version
+from tiercheck.protocol.version import Digests, Manifest, RankArtifact, Share, Version
 from tiercheck.redaction import LONGEST_LINE, redacted
 from tiercheck_cli.checkpoint.saved import open_folder
 from tiercheck_cli.failure import CannotDo

@@ -13,8 +13,7 @@ import pytest
 
 from tests.sidecar.remote.remote_places import sealed
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Digests, Manifest, RankArtifact, Version
 from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, RemoteStore, open_store
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects

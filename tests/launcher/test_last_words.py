@@ -7,8 +7,8 @@ import os
 import pytest
 
 from tests.launcher.launcher_harness import Launch, order, released
-from tiercheck.launcher import output as output_module
-from tiercheck.launcher.output import RelayedOutput
+from tiercheck.launcher import command as output_module
+from tiercheck.launcher.command import RelayedOutput
 from tiercheck.protocol.directive import Phase
 
 TORCHRUN = """\

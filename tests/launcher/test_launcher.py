@@ -450,7 +450,7 @@ def test_kill_of_an_earlier_command_is_not_that_of_the_next(launch: Launch, tmp_
 
 HANGING = """
 import sys, time
-from tiercheck.trainer.process.process_end import answer_with_stacks
+from tiercheck.trainer.process import answer_with_stacks
 assert answer_with_stacks()
 def stuck_in_a_collective():
     sys.stdout.write("ready\\n"); sys.stdout.flush()

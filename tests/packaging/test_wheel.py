@@ -149,7 +149,7 @@ def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(
         for name in modules(tmp_path, "tiercheck")
         if not name.startswith(("tiercheck.trainer", "tiercheck.integrations", "tiercheck.dcp"))
     ]
-    assert "tiercheck.protocol.manifest" in plain
+    assert "tiercheck.protocol.version" in plain
     code = f"""
 import importlib, sys
 sys.path.insert(0, {str(tmp_path)!r})

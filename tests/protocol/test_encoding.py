@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
-from tiercheck.protocol.manifest import Manifest, parse_version_name, version_name
+from tiercheck.protocol.local import REQUESTS, Hello, LauncherEvent, Order, Reply, Request, Welcome
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.requests import REQUESTS, Request
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Kind, Manifest, Version, parse_version_name, version_name
 
 MESSAGES = [Directive, Report, Manifest, Hello, Order, LauncherEvent, Reply, Welcome, *REQUESTS.values()]
 

@@ -18,10 +18,9 @@ from tests.sidecar.stations import MakeStations, config_of
 from tests.sidecar.world import JOB_UID, FakeLauncher, MakeWorld, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Source, Tier
-from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.signing import SignedAttempt
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload import JobStore, RemoteListing, Uploader

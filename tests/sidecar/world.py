@@ -27,10 +27,9 @@ from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
+from tiercheck.protocol.local import REQUESTS, Hello, LauncherEvent, Order, Reply, ReportProgress, Welcome
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.requests import REQUESTS, ReportProgress
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.decoding import decode

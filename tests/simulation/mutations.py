@@ -186,7 +186,7 @@ def _manifest_before_artifacts() -> list[Patch]:
         mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
         if not mine:
             return None
-        from tiercheck.protocol.manifest import Manifest
+        from tiercheck.protocol.version import Manifest
 
         return Manifest(
             self._state.config.job,

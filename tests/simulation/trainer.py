@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation import store
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Phase
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Welcome
-from tiercheck.protocol.report import SPARE
-from tiercheck.protocol.requests import (
+from tiercheck.protocol.local import (
     BeginSlot,
     CompleteSlot,
+    Hello,
+    LauncherEvent,
+    Order,
     ReportProgress,
     ReportRestored,
     Request,
     ReserveSlots,
+    Welcome,
 )
+from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.trainer.session import RankSession
 

@@ -20,11 +20,8 @@ from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
-from tiercheck.launcher.command import dump_stacks
-from tiercheck.launcher.environment import command_environment, seconds_of, torch_missing
-from tiercheck.launcher.health_check import RunningCheck
-from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
-from tiercheck.launcher.output import RelayedOutput
+from tiercheck.launcher.command import CGROUP, OutOfMemory, RelayedOutput, dump_stacks
+from tiercheck.launcher.environment import RunningCheck, command_environment, seconds_of, torch_missing
 from tiercheck.launcher.sidecar_line import SidecarLine
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
 from tiercheck.protocol import names

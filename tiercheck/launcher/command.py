@@ -1,18 +1,151 @@
-"""The training command as a process: what it starts ends with it, and says where it hangs.
+"""Runs the training command: what it starts ends with it, what it writes is kept, a hang is located.
 
 Else the next attempt would meet its ghosts. A process that hangs is asked for its stacks before it is
-stopped, since it will not be asked again.
+stopped, since it will not be asked again. Its last lines go into the message about its end, and the
+container's cgroup tells whether the kernel sent a SIGKILL for want of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
+
+_STDERR = 2
+_KEPT = 16384
+"""Bytes of output that are kept: the report that torchrun ends with has some 3000 of them."""
+_LINES, _CHARACTERS = 5, 600
+"""Of the output that are told."""
+_PIECE, _PIECES = 4096, 64
+"""Bytes that a pipe with room takes at once (PIPE_BUF), and how many such pieces are passed on in a turn."""
+_TORCHRUN = re.compile(
+    rb"^.*elastic/multiprocessing/api\.py:\d+\] (?:failed \(exitcode|Sending process)", re.M
+)
+"""Where the words of a rank end and torchrun's report about them begins."""
+
+
+class RelayedOutput:
+    """A pipe whose content goes on to the launcher's own stderr."""
+
+    def __init__(self) -> None:
+        reading, self.writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._reading = open(reading, "rb", buffering=0)  # noqa: SIM115
+        self._ended = False
+        self.blocked = False
+        """Whether nobody took what was last written to stderr: then the command waits, as it would without
+        us, and `relay` is to be called again in a moment."""
+        self._said = b""
+
+    @property
+    def channel(self) -> FileIO | None:
+        """For a selector; None: nothing can be passed on now, or no more comes."""
+        return None if self._ended or self.blocked else self._reading
+
+    def relay(self) -> None:
+        """Passes on what was written, without waiting for anything."""
+        for _ in range(_PIECES):
+            self.blocked = _is_full(_STDERR)
+            if (channel := self.channel) is None or (piece := channel.read(_PIECE)) is None:
+                return
+            self._ended = not piece
+            self._said = (self._said + piece)[-_KEPT:]
+            with contextlib.suppress(OSError, ValueError):
+                os.write(_STDERR, piece)
+
+    def forget(self) -> None:
+        """Another command begins to write."""
+        self._said = b""
+
+    def last_lines(self) -> str:
+        """What was written last, in one line; empty: nothing."""
+        self.relay()
+        report = _TORCHRUN.search(self._said)
+        said = (self._said[: report.start()].strip() if report else b"") or self._said
+        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        return " / ".join(lines[-_LINES:])[-_CHARACTERS:]
+
+    def close_writing(self) -> None:
+        """Once the command has it; so that its end is seen."""
+        os.close(self.writing)
+
+    def close(self) -> None:
+        """Passes on what was written last, and takes no more."""
+        self.relay()
+        self._reading.close()
+
+
+def _is_full(descriptor: int) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return not select.select([], [descriptor], [], 0)[1]
+    return False  # it is closed
+
+
+CGROUP = "/sys/fs/cgroup"
+"""Where a container sees its own cgroup."""
+_KILLS = (("memory.events", "oom_kill"), ("memory/memory.oom_control", "oom_kill"))
+"""File and key, of cgroup v2 and v1."""
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+_PEAKS = ("memory.peak", "memory/memory.max_usage_in_bytes")
+_UNLIMITED = 1 << 60
+"""cgroup v1 spells "no limit" as a number of about this size."""
+
+
+class OutOfMemory:
+    """Of the cgroup at `folder`. What cannot be read counts as nothing seen: then the kubelet's word is all
+    there is."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = self._kills()
+
+    def begin(self) -> None:
+        """A command starts: earlier kills are not its own."""
+        self._before = self._kills()
+
+    def verdict(self) -> str:
+        """A sentence with numbers if the kernel has killed for want of memory since `begin`; empty if not."""
+        number = self._kills() - self._before
+        if number <= 0:
+            return ""
+        limit, peak = self._first(_LIMITS), self._first(_PEAKS)
+        told = [f"the limit is {_gib(limit)}"] if limit is not None and limit < _UNLIMITED else []
+        told += [f"the most that was used is {_gib(peak)}"] if peak is not None else []
+        numbers = f"; {', '.join(told)}" if told else ""
+        return f"The kernel's OOM killer ended {number} of its processes{numbers}."
+
+    def _kills(self) -> int:
+        for name, key in _KILLS:
+            try:
+                lines = (self._folder / name).read_text().splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                words = line.split()
+                if len(words) == 2 and words[0] == key and words[1].isdigit():
+                    return int(words[1])
+        return 0
+
+    def _first(self, names: tuple[str, ...]) -> int | None:
+        for name in names:
+            try:
+                return int((self._folder / name).read_text())
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -154,7 +287,7 @@ def reap() -> dict[int, int]:
 
 ASK = signal.SIGUSR2
 """The trainer library answers it with the stack of every Python thread
-(`tiercheck.trainer.process.process_end`)."""
+(`tiercheck.trainer.process`)."""
 
 
 def dump_stacks() -> list[int]:

@@ -25,13 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck.trainer.announcements import SECOND, Announcements
+from tiercheck.trainer import process
+from tiercheck.trainer.announcements import SECOND, Announcements, StepProgress
 from tiercheck.trainer.backends.backend import Claim
 from tiercheck.trainer.deltas.gradients import UpdateHooks
-from tiercheck.trainer.process import process_end
-from tiercheck.trainer.process.process_end import LastWords
-from tiercheck.trainer.process.progress import StepProgress
-from tiercheck.trainer.process.stop_request import StopRequest
+from tiercheck.trainer.process import LastWords, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
@@ -42,8 +40,8 @@ from tiercheck.trainer.save.deltas import Deltas
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import UnknownRoom
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.tensors.accelerator import Pending
 from tiercheck.trainer.tensors.leaves import NotCapturable
-from tiercheck.trainer.tensors.pending import Pending
 from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]
@@ -119,7 +117,7 @@ class Checkpointer:
         backend = self._backend = open_backend(folder, keep, run) if found is None else found.backend
         self._last_words: LastWords | None = None
         if os.environ.get(ENV_RUN_DIR):
-            process_end.answer_with_stacks()
+            process.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         trained.check()
         self._claim = Claim(backend.place, name_of(run))
@@ -147,7 +145,7 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
-        process_end.wait_at_exit()
+        process.wait_at_exit()
         atexit.register(self.close)
 
     @property

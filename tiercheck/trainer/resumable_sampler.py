@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from tiercheck.trainer.backends.ranks import rank_and_world
+from tiercheck.trainer.backends.backend import rank_and_world
 
 _Batch = TypeVar("_Batch")
 

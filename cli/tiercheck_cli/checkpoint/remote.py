@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import RankArtifact
 from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
 from tiercheck_cli.failure import INSTALL, NOT_FOUND, USAGE, CannotDo
 

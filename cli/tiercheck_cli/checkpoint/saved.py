@@ -22,9 +22,8 @@ from tiercheck.protocol.artifacts.contents import (
 )
 from tiercheck.protocol.artifacts.pieces import Box, Part, Piece, read_pieces
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, beginning, read_header
-from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.plain_json import MOST_BYTES, parse_json
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Kind, Version, parse_version_name, version_name
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 _MOST_CHUNK = 1024 * 1024 * 1024
@@ -81,7 +80,7 @@ class Saved:
     tensors: Mapping[str, WholeTensor]
     """By full names in the state (dcp), or as a `Checkpointer` names them: `model/...`, `optimizer0/...`."""
     notes: tuple[Mapping[str, Any], ...]
-    """By rank, of a version of torch.distributed.checkpoint (`tiercheck.trainer.dcp.note`), else empty."""
+    """By rank, of a version of torch.distributed.checkpoint (`tiercheck.trainer.dcp.writer`), else empty."""
     unequal: tuple[str, ...] = ()
     """Names of tensors that ranks hold differently; here they are the lowest rank's."""
 
@@ -153,7 +152,7 @@ class Saved:
 
 
 def _note(place: str, text: bytes) -> Mapping[str, Any]:
-    """As `tiercheck.trainer.dcp.note` writes it. Raises CannotDo."""
+    """As `tiercheck.trainer.dcp.writer` writes it. Raises CannotDo."""
     try:
         note = parse_json(text)
         names, items, planner = note["names"], note["bytes"], note["planner"]

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.addresses import NamedAddress
 from tiercheck_sidecar.exchange.channel import GIVEN_UP, TAG, Direction, Forged, Frame, TcpChannel

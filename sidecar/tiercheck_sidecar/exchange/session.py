@@ -19,8 +19,7 @@ from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Digests
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import (
     END,

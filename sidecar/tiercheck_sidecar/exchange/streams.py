@@ -26,7 +26,7 @@ from enum import Enum
 from functools import partial
 from types import TracebackType
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 from tiercheck_sidecar.exchange.frames import Wire
 
 DAMAGED_MOST = 2

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, History, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken

@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.directive import ParityGroup, Peer
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Share
+from tiercheck.protocol.version import Artifact, Digests, Share
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, is_well_formed, length_of

@@ -12,9 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Source, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck.protocol.version import Artifact, Digests, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial, NotOffered, Opening, Senseless, open_copy

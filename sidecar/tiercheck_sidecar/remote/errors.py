@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 from tiercheck.redaction import redacted
 from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running_digest
 

@@ -1,6 +1,6 @@
 """Spells where things lie in the remote tier, and decides what may be deleted there.
 
-The layout is that of `tiercheck.protocol.manifest`. All keys are relative to the job's folder, so that a
+The layout is that of `tiercheck.protocol.version`. All keys are relative to the job's folder, so that a
 bucket can be copied elsewhere and still be read.
 
 "Newest" here means newest in the job's accepted history, by attempt and step. Clocks do not decide: those of
@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
-from tiercheck.protocol.manifest import parse_version_name, version_name
-from tiercheck.protocol.version import History, Version
+from tiercheck.protocol.version import History, Version, parse_version_name, version_name
 
 ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"

@@ -20,9 +20,8 @@ from typing import TypeVar
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.signing import SignedAttempt
-from tiercheck.protocol.version import History, Version
+from tiercheck.protocol.version import Digests, History, Manifest, RankArtifact, Version
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys

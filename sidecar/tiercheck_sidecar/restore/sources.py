@@ -26,9 +26,8 @@ from typing import TypeVar
 from tiercheck.plain_files import create_plain, folder_beneath, open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, beginning
 from tiercheck.protocol.directive import RESTORE_STALL, Directive, Peer, Source, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, Version
+from tiercheck.protocol.version import Artifact, Digests, Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.digest import chunk_view, chunks_of, digest_chunk, length_of

@@ -17,15 +17,15 @@ from typing import BinaryIO
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.local import Hello, Reply, Welcome
-from tiercheck.protocol.report import Quarantined, RankFailure, RankRestore, RestoreState, ResumeProof
-from tiercheck.protocol.requests import (
+from tiercheck.protocol.local import (
     AbandonSlot,
     BeginSlot,
     BorrowArtifact,
     CompleteSlot,
     DeclineDeltas,
+    Hello,
     NamedRequest,
+    Reply,
     ReportCannotSave,
     ReportFailing,
     ReportMismatch,
@@ -34,7 +34,9 @@ from tiercheck.protocol.requests import (
     ReportResume,
     Request,
     ReserveSlots,
+    Welcome,
 )
+from tiercheck.protocol.report import Quarantined, RankFailure, RankRestore, RestoreState, ResumeProof
 from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.decoding import decode_request

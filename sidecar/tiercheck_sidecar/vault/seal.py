@@ -15,8 +15,7 @@ from tiercheck.plain_files import create_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, read_header
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import MOST_BLOCKS, Artifact, Kind, Share, Version
+from tiercheck.protocol.version import MOST_BLOCKS, Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import is_well_formed
 from tiercheck_sidecar.tags import Tags, is_well_described

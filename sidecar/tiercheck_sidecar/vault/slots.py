@@ -30,8 +30,7 @@ from enum import Enum
 from pathlib import Path
 
 from tiercheck.plain_files import create_plain, open_plain
-from tiercheck.protocol.artifacts.mapping import huge_page, libc, map_aligned
-from tiercheck.protocol.artifacts.slot import TORN, NotASlot
+from tiercheck.protocol.artifacts.slot import TORN, NotASlot, huge_page, libc, map_aligned
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.seal import Seal, break_seal, header_fault

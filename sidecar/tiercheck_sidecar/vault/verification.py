@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, Share
+from tiercheck.protocol.version import Artifact, Digests, Share
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive, Phase
-from tiercheck.protocol.manifest import Manifest, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, RankArtifact, Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.state import SidecarState

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.tier_verdict import Needs, Span
 
 T = TypeVar("T")

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
-from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, RankArtifact, Version
 from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict, intersect

@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Raw
 
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.tally import (

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Branch, History, Kind, Share, Version
+from tiercheck.protocol.version import Branch, Digests, History, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import TierVerdict

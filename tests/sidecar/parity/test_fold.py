@@ -10,8 +10,7 @@ from tests.sidecar.parity.group import Group, MakeJob
 from tests.sidecar.stations import Station
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken

@@ -13,9 +13,8 @@ from tests.sidecar.restore.test_restore import slots, training
 from tests.sidecar.stations import MakeStations, Station, Stations
 from tests.sidecar.world import MakeWorld, World, flip, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import TierVerdict

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 
 BUCKET = "checkpoints"
 CHUNK = 1024 * 1024

@@ -17,8 +17,7 @@ import pytest
 from tests.sidecar.remote.remote_places import CHUNK, Place, sealed
 from tests.sidecar.world import until
 from tiercheck.protocol.encoding import to_builtins, to_json
-from tiercheck.protocol.manifest import Manifest, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, RankArtifact, Version
 from tiercheck_sidecar.remote import (
     Reason,
     RemoteClosed,
@@ -333,7 +332,7 @@ UPLOAD = """
 import sys, json
 from pathlib import Path
 from tiercheck.protocol.encoding import from_json
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store
 settings, job, path, digests = sys.argv[1:]

@@ -29,8 +29,7 @@ from tests.sidecar.remote.s3.faulty_proxy import (
 from tests.sidecar.remote.test_remote_two_jobs import Opener, restored
 from tests.sidecar.stations import config_of
 from tests.sidecar.world import MakeWorld, until
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload import RemoteListing
 from tiercheck_sidecar.remote import RemoteConfigError, StoreFinding, examine_place, open_store, preflight

@@ -22,8 +22,7 @@ from tests.sidecar.remote.remote_places import S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Source, Tier
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, Manifest, Version
 from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.keys import is_abandoned, to_delete
 

@@ -13,8 +13,7 @@ import pytest
 from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, closed_port, refusal, serving
 from tiercheck.protocol import names
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt

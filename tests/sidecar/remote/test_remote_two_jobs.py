@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import DEAF, proxying
-from tiercheck.protocol.manifest import Manifest, RankArtifact
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, Manifest, RankArtifact, Version
 from tiercheck_sidecar.remote import (
     Claimant,
     Reason,

@@ -11,9 +11,8 @@ import pytest
 from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer, Policy, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Artifact, Branch, History, Kind, Version
+from tiercheck.protocol.version import Artifact, Branch, Digests, History, Kind, Version
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial

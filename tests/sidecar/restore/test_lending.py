@@ -15,8 +15,7 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
 from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.offload import JobStore, RemoteSource

@@ -17,9 +17,8 @@ from tests.sidecar.restore.test_restore import REMOTE, restored, training
 from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, SourceTable, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
-from tiercheck.protocol.version import Artifact, Version
+from tiercheck.protocol.version import Artifact, Digests, Version
 from tiercheck_sidecar import bounded_calls
 from tiercheck_sidecar.control.report import _essence
 from tiercheck_sidecar.exchange import session

@@ -9,9 +9,8 @@ import safetensors
 from tests.sidecar.world import COME_BACK, FakeLauncher, MakeWorld, flip, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
-from tiercheck.protocol.local import Reply
+from tiercheck.protocol.local import NamedRequest, Reply
 from tiercheck.protocol.report import Exact, ResumeProof
-from tiercheck.protocol.requests import NamedRequest
 from tiercheck.protocol.version import Version
 
 

@@ -18,8 +18,7 @@ from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.state import SidecarState

@@ -19,8 +19,7 @@ from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence, cost
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version, rebuildable
+from tiercheck.protocol.version import Artifact, Branch, Digests, History, Kind, Share, Version, rebuildable
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.vault import NoDeltas, NoFreeSlot, NotHeld, Seal, Vault

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import History, Version
+from tiercheck.protocol.version import History, RankArtifact, Version
 from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.versions import watermark

@@ -18,9 +18,8 @@ from tests.sidecar.stations import config_of, directive_of
 from tests.sidecar.versions.reports import RankTiers, TierReport, written
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.directive import Directive, Phase, Policy
-from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import TrainerState
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator

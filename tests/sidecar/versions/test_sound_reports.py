@@ -11,8 +11,7 @@ import pytest
 from tests.sidecar.stations import MakeStations
 from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, told, word_of, written
 from tests.sidecar.world import JOB_UID, MakeWorld, until
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict

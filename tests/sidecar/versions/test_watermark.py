@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.sidecar.versions.reports import Copy, RankTiers, judge, next_upload
-from tiercheck.protocol.manifest import Digests, RankArtifact
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, Digests, History, RankArtifact, Version
 from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.versions.watermark import TierStanding
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.sidecar.stations import MakeStations
 from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, told, word_of
 from tests.sidecar.world import JOB_UID
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, RankArtifact, Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator

@@ -17,8 +17,7 @@ from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck import failpoints
 from tiercheck.protocol.artifacts.slot import read_header
-from tiercheck.protocol.local import Reply, Welcome
-from tiercheck.protocol.requests import Request
+from tiercheck.protocol.local import Reply, Request, Welcome
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.backend import RestoreError

@@ -24,8 +24,7 @@ from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.backend import Ranges, RestoreError
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp import writer
-from tiercheck.trainer.dcp.note import Note, planner_paths
-from tiercheck.trainer.dcp.writer import step_of
+from tiercheck.trainer.dcp.writer import Note, planner_paths, step_of
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"

@@ -15,8 +15,7 @@ from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from tests.trainer.deltas.replaying import Script, loop, mean_square, started, survives, train, trained
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Reply, Welcome
-from tiercheck.protocol.requests import Request
+from tiercheck.protocol.local import Reply, Request, Welcome
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.backend import RestoreError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.deltas.untold import PATIENCE, Untold
+from tiercheck.trainer.deltas.unseen import PATIENCE, Untold
 from tiercheck.trainer.tensors import accelerator
 from tiercheck.trainer.tensors.samples import Sampler
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.replicas.bucket_layout import BucketLayout
+from tiercheck.trainer.replicas.arithmetic import BucketLayout
 
 EVERY, WIDTH = 4, 64
 

@@ -17,7 +17,7 @@ from torch import nn
 from tests.trainer.small_runs import Run
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.proof.journal import CAPACITY, Journal, StepRecord
+from tiercheck.trainer.proof.fingerprints import CAPACITY, Journal, StepRecord
 from tiercheck.trainer.proof.resume import first_difference
 from tiercheck.trainer.save.saver import Saver
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.trainer.sharded_script import WIDE
 from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
-from tiercheck.trainer.replicas.partitioned import Partitions
+from tiercheck.trainer.replicas.replicas import Partitions
 from tiercheck.trainer.restore import resharding
 from tiercheck.trainer.state.capture import take_inventory
 from tiercheck.trainer.state.live import Wrapped

@@ -30,9 +30,9 @@ from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import watch
 from tiercheck.trainer.deltas.encoding import have_same_bits
-from tiercheck.trainer.deltas.untold import PATIENCE
-from tiercheck.trainer.save import flight
-from tiercheck.trainer.state import slot_file, stored
+from tiercheck.trainer.deltas.unseen import PATIENCE
+from tiercheck.trainer.save import staging
+from tiercheck.trainer.state import slot_file
 from tiercheck.trainer.tensors import accelerator, buffers
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.leaves import NotCapturable
@@ -235,7 +235,7 @@ def test_restore_brings_every_byte_through_windows_of_any_size(
     with checkpointer:
         script.update()
         checkpointer.step()
-    monkeypatch.setattr(stored, "_WINDOW", window)
+    monkeypatch.setattr(slot_file, "_WINDOW", window)
     again, checkpointer = started(small, seed=5, folder=tmp_path)
     with checkpointer:
         assert checkpointer.restore() == 1
@@ -250,7 +250,7 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
     with checkpointer:
         script.update()
         monkeypatch.setattr(
-            flight.Flight, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+            staging.Flight, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         checkpointer.step()
         assert checkpointer.wait(DEADLINE)

@@ -16,7 +16,7 @@ from torch import nn
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tests.trainer.deltas.replaying import Script, loop, mean_square, started, train
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.save.chain import Pace, Unbroken, there_is_time
+from tiercheck.trainer.save.delta import Pace, Unbroken, there_is_time
 
 seconds = st.floats(1e-6, 1e4)
 

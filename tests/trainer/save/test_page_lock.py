@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercheck.protocol.artifacts import mapping
 from tiercheck.trainer.state.slot_file import SlotWriter
 from tiercheck.trainer.tensors import accelerator
 
@@ -66,7 +65,7 @@ def test_slots_are_mapped_where_the_huge_pages_of_their_files_fit(
 ) -> None:
     """Elsewhere each of them is mapped as hundreds of small pages: to touch a slot, or to register it, takes
     that much longer."""
-    monkeypatch.setattr(mapping, "huge_page", lambda: 2 * MIB)
+    monkeypatch.setattr("tiercheck.protocol.artifacts.slot.huge_page", lambda: 2 * MIB)
     sizes = [size * MIB + 4096 for size in (2, 5, 9, 3)]
     writers = []
     for number, size in enumerate(sizes):

@@ -18,7 +18,7 @@ FORMAT = "format"
 """Key of a slot's metadata that says who wrote it; absent: a `Checkpointer`."""
 DCP = "dcp"
 """Value of it: a `StorageWriter` of torch.distributed.checkpoint (`tiercheck.dcp`). Also the entry with its
-note, JSON (`tiercheck.trainer.dcp.note`)."""
+note, JSON (`tiercheck.trainer.dcp.writer`)."""
 IMPORT = "import"
 """Value of it: made by `tiercheck import` of what other tools wrote, as one rank's."""
 DCP_BYTES = "dcp_bytes"

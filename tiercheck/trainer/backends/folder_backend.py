@@ -24,13 +24,11 @@ import torch.distributed as dist
 
 from tiercheck.plain_files import sync_folder
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import Exact
-from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, log
-from tiercheck.trainer.backends.ranks import is_distributed
+from tiercheck.protocol.version import Kind, Version, parse_version_name, version_name
+from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, is_distributed, log
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)

@@ -32,8 +32,7 @@ from tiercheck.protocol.artifacts.contents import (
 )
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck.trainer.backends.backend import Offer, RestoreError
-from tiercheck.trainer.dcp.note import LENGTHS, Note, rewrite_for_planner
-from tiercheck.trainer.dcp.writer import step_of
+from tiercheck.trainer.dcp.writer import LENGTHS, Note, rewrite_for_planner, step_of
 from tiercheck.trainer.restore.resharding import OtherRanks, merged_ranges
 from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_of
 

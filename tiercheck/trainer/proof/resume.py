@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.proof.fingerprints import WORDS, Fingerprints
-from tiercheck.trainer.proof.journal import Journal, StepRecord
+from tiercheck.trainer.proof.fingerprints import WORDS, Fingerprints, Journal, StepRecord
 
 PAGE = "docs/use/resume-proof.md"
 _AROUND = 3

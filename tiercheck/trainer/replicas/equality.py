@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.trainer.backends.backend import Skipped, log
-from tiercheck.trainer.backends.ranks import is_distributed
+from tiercheck.trainer.backends.backend import Skipped, is_distributed, log
 from tiercheck.trainer.replicas.replicas import Shares, share_of
 from tiercheck.trainer.tensors.leaves import Entry, local_shard
 from tiercheck.trainer.tensors.samples import content

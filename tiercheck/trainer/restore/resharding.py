@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT, unequal_names
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.protocol.artifacts.slot import PROOF
-from tiercheck.trainer.backends.backend import Ranges
-from tiercheck.trainer.backends.ranks import gather_from_all
+from tiercheck.trainer.backends.backend import Ranges, gather_from_all
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
@@ -34,7 +33,7 @@ from tiercheck.trainer.state.capture import (
     names_of,
     own_entries,
 )
-from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
+from tiercheck.trainer.state.frozen import evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.tensors.buffers import take_shape
 from tiercheck.trainer.tensors.leaves import PLAIN, held_by, local_shard

@@ -17,22 +17,27 @@ from tiercheck.protocol.artifacts.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError
+from tiercheck.trainer.backends.backend import (
+    Backend,
+    Offer,
+    RestoreError,
+    gather_from_all,
+    is_true_anywhere,
+    rank_and_world,
+)
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.backends.ranks import gather_from_all, is_true_anywhere, rank_and_world
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.deltas.delta_format import StoredDelta
 from tiercheck.trainer.proof.proof import first_difference
 from tiercheck.trainer.replicas.equality import REPLICAS, are_unequal, were_saved_whole
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
-from tiercheck.trainer.restore.load import DifferentState, fits, load_all
-from tiercheck.trainer.restore.load_hooks import run_load_hooks
+from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import named_parameters_of
-from tiercheck.trainer.state.modes import put_back_modes
+from tiercheck.trainer.state.frozen import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.tensors.buffers import PASSING
 from tiercheck.trainer.tensors.leaves import NotCapturable

@@ -22,13 +22,12 @@ from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.deltas.probe import ProbeRefused, Probes
 from tiercheck.trainer.deltas.watch import Tree, Watch, trained_parameters
 from tiercheck.trainer.replicas.trained_state import TrainedState
-from tiercheck.trainer.save.chain import ASKED_AGAIN
-from tiercheck.trainer.save.delta import Script
+from tiercheck.trainer.save.delta import ASKED_AGAIN, Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.frozen import Modes
 from tiercheck.trainer.state.live import is_final
-from tiercheck.trainer.state.modes import Modes
 from tiercheck.trainer.state.replayable import hindrance, is_known
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.buffers import Buffers

@@ -17,28 +17,31 @@ from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.backends.backend import Backend, Skipped, WarnOnce
 from tiercheck.trainer.deltas.delta_format import Delta
-from tiercheck.trainer.deltas.untold import Untold
+from tiercheck.trainer.deltas.unseen import Untold
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.save.chain import Pace, Unbroken
-from tiercheck.trainer.save.delta import DeltaJob, Measured, Script
-from tiercheck.trainer.save.sanity import Sanity
-from tiercheck.trainer.save.slot_context import Cancelled, DeltaRoom, Desk, Job, Layouts, UnknownRoom
-from tiercheck.trainer.save.snapshot import SnapshotJob
-from tiercheck.trainer.save.staging import Snapshot
-from tiercheck.trainer.save.tasks import (
+from tiercheck.trainer.save.delta import DeltaJob, Measured, Pace, Script, Unbroken
+from tiercheck.trainer.save.slot_context import (
     CallBackend,
+    Cancelled,
     CopyArtifact,
+    DeltaRoom,
+    Desk,
     End,
     FinishJob,
     Flush,
+    Job,
+    Layouts,
     Message,
     ReserveRoom,
+    Sanity,
     Submitted,
     Task,
     TellCannotSave,
+    UnknownRoom,
 )
-from tiercheck.trainer.tensors.accelerator import Accelerator, Mark
-from tiercheck.trainer.tensors.pending import Pending
+from tiercheck.trainer.save.snapshot import SnapshotJob
+from tiercheck.trainer.save.staging import Snapshot
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, Pending
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
 _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait

@@ -1,4 +1,4 @@
-"""What is needed to write an artifact into a slot, whatever its kind.
+"""Holds what the saver's thread needs to write an artifact into a slot, and the tasks it is given.
 
 A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed. So
 known layouts are remembered.
@@ -18,11 +18,42 @@ from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend, Skipped
 from tiercheck.trainer.proof.proof import SUM_BYTES
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.save.sanity import Sanity
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
+from tiercheck.trainer.tensors.accelerator import Pending
 from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, dtype_name
-from tiercheck.trainer.tensors.pending import Pending
+
+
+class Sanity:
+    """Verdicts come from the training thread (the loss) and from the saver's (gradient, state), a step may
+    get several."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bad = 0
+        self._first = 0
+        self._in_a_row = 0
+
+    @property
+    def in_a_row(self) -> int:
+        """Steps refused, up to now, since the last good one."""
+        return self._in_a_row
+
+    def refused(self, step: int) -> None:
+        """Loss, gradient or state of `step` is not finite. So were the steps since the last refused one,
+        unless one was good."""
+        with self._lock:
+            if step > self._bad:
+                if self._in_a_row == 0:
+                    self._first = step
+                self._bad = step
+                self._in_a_row = step - self._first + 1
+
+    def good(self, step: int) -> None:
+        """All that was looked at is finite. Does not take back what was refused for the same step."""
+        with self._lock:
+            if step > self._bad:
+                self._in_a_row = 0
 
 
 class UnknownRoom(Enum):
@@ -178,3 +209,65 @@ class Desk:
             if isinstance(error, OSError | ValueError | RuntimeError):
                 raise Skipped("CannotWrite", str(error)) from error
             raise
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Artifacts of one step. A device is given all of them before any is waited for."""
+
+    artifacts: tuple[Pending, ...]
+
+
+@dataclass(frozen=True)
+class CopyArtifact:
+    """One of them: urgent, because the next update waits for it."""
+
+    artifact: Pending
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """The rest of what was copied: hand it over."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class CallBackend:
+    """A request of the training thread to the backend: one thread asks a sidecar, and training waits for no
+    answer."""
+
+    call: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ReserveRoom:
+    """Slots of these bytes will be needed."""
+
+    snapshot: int
+    delta: DeltaRoom
+
+
+@dataclass(frozen=True)
+class TellCannotSave:
+    """As `Backend.cannot_save`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Deliver what progress is owed, then set `done`: somebody waits for it."""
+
+    done: threading.Event
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing comes any more."""
+
+
+Message = CallBackend | ReserveRoom | TellCannotSave | Flush | End
+"""What can wait until everything that was copied is handed over."""
+Task = CopyArtifact | FinishJob | Message
+"""What the thread does at one go."""

@@ -9,13 +9,12 @@ import torch
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import Skipped
-from tiercheck.trainer.deltas.untold import Untold
+from tiercheck.trainer.deltas.unseen import Untold
 from tiercheck.trainer.proof import proof
 from tiercheck.trainer.replicas.equality import REPLICAS, Looked
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.flight import Flight
 from tiercheck.trainer.save.slot_context import Cancelled, Desk, Planned
-from tiercheck.trainer.save.staging import Crew, Snapshot
+from tiercheck.trainer.save.staging import Crew, Flight, Snapshot
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
 from tiercheck.trainer.tensors.leaves import NotCapturable
 

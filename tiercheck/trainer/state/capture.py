@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.modes import modes_of
-from tiercheck.trainer.state.omitted_weights import is_omitted
+from tiercheck.trainer.state.frozen import is_omitted, modes_of
 from tiercheck.trainer.state.readable import in_words
 from tiercheck.trainer.state.user_state import keys_of_metrics
 from tiercheck.trainer.tensors.buffers import PASSING

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import BESIDE, is_extra
-from tiercheck.trainer.state.omitted_weights import is_omitted
+from tiercheck.trainer.state.frozen import is_omitted
 from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, held_by, memory, named, parts
 
 

@@ -20,7 +20,7 @@ from tests.sidecar.remote.s3.faulty_proxy import (
 )
 from tests.sidecar.remote.test_remote_preflight import ALL
 from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations
-from tiercheck.protocol.manifest import Manifest
+from tiercheck.protocol.version import Manifest
 from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
 from tiercheck_sidecar.remote.s3 import s3, s3_clients

@@ -23,8 +23,7 @@ from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, Fault, Proxy, Seen, refusal, serving
 from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tests.sidecar.remote.test_remote_trouble import VERSION, opened
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.remote import S3_FIELDS, Reason, RemoteError, examine_place, open_store, preflight
 from tiercheck_sidecar.remote.errors import ignore

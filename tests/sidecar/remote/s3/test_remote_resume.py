@@ -28,8 +28,7 @@ from tests.sidecar.remote.s3.faulty_proxy import (
 from tests.sidecar.remote.test_remote_conformance import FOLDER, JOB, UPLOAD, fetched, manifest_of
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests, Manifest
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Digests, Manifest, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.save.sanity import Sanity
+from tiercheck.trainer.save.slot_context import Sanity
 
 
 @pytest.mark.parametrize(("gate", "captured"), [(True, 0), (False, 1)])

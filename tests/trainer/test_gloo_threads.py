@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.trainer.process import process_end
+from tiercheck.trainer import process
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 
 AT_EXIT = """
 import atexit
-from tiercheck.trainer.process import process_end
-process_end.wait_until_idle = lambda: print("waited")
+from tiercheck.trainer import process
+process.wait_until_idle = lambda: print("waited")
 import torch
 from tiercheck import Checkpointer
 model = torch.nn.Linear(2, 2)
@@ -28,7 +28,7 @@ atexit.register(print, "later hook")
 GROUP = """
 import torch
 import torch.distributed as dist
-from tiercheck.trainer.process.process_end import _gloo_threads
+from tiercheck.trainer.process import _gloo_threads
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # starts the threads that compute
 before = set(_gloo_threads())
 dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
@@ -46,7 +46,7 @@ def test_threads_of_gloo_are_found_whether_torch_names_them_or_not(tmp_path: Pat
 
 
 def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_end, "_PATIENCE", 60.0)
+    monkeypatch.setattr(process, "_PATIENCE", 60.0)
     begun, finished, leave = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -60,7 +60,7 @@ def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     begun.wait()
     try:
-        process_end.wait_until_idle()
+        process.wait_until_idle()
         assert finished.is_set()
     finally:
         leave.set()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercheck.trainer.process.process_end import describe_error, exit_code_of, reason_of
+from tiercheck.trainer.process import describe_error, exit_code_of, reason_of
 
 SCRIPT = """
 import sys
-from tiercheck.trainer.process.process_end import LastWords
+from tiercheck.trainer.process import LastWords
 LastWords(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{code}\\n"))
 """
 

@@ -1,1 +1,0 @@
-"""What a training process says of itself."""
