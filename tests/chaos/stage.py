@@ -21,9 +21,8 @@ from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
-from tiercheck_local.demo.job import CREDENTIALS, REGION, credentials
 from tiercheck_local.demo.scenario import condition_is
-from tiercheck_local.demo.stage import LaptopStage
+from tiercheck_local.demo.stage import CREDENTIALS, REGION, LaptopStage, credentials
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).parents[2]

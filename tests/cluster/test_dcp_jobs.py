@@ -14,8 +14,7 @@ from tests.cluster.jobs import Job, Jobs
 from tests.lives import Lives
 from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import ObjectStore
-from tiercheck_local.demo.stage import JOBS
+from tiercheck_local.demo.stage import JOBS, ObjectStore
 
 pytestmark = pytest.mark.cluster
 

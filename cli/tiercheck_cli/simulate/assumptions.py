@@ -14,8 +14,7 @@ from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import Malformed, from_builtins
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.files import documents
-from tiercheck_cli.layout import JobLayout, compute_placement, policy_of
+from tiercheck_cli.layout import JobLayout, compute_placement, documents, policy_of
 from tiercheck_cli.simulate.measured import times_of
 from tiercheck_cli.simulate.play import exact_ettr
 from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario

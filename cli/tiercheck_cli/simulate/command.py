@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events.recoveries import TIERS
+from tiercheck_cli.events import TIERS
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, check_named, job_and_nodes
 from tiercheck_cli.simulate.assumptions import (

@@ -15,9 +15,9 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.events.recoveries import recoveries
+from tiercheck_cli.events import recoveries
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.files import documents
+from tiercheck_cli.layout import documents
 from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology

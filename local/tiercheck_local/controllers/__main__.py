@@ -14,9 +14,8 @@ from pathlib import Path
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
 from tiercheck_local import markers
 from tiercheck_local.client import Cache, Client
-from tiercheck_local.controllers.disruption import Disruption
+from tiercheck_local.controllers.disruption import Disruption, NodeLifecycle
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
-from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
 from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.agent import LEASE_NAMESPACE

@@ -10,8 +10,7 @@ import yaml
 
 from tests.cli.commands_run import run
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import plan_layout, planned_spec
+from tiercheck_cli.layout import made_up_nodes, plan_layout, planned_spec, read_job
 from tiercheck_cli.simulate.assumptions import published_failures, settings, shared_domain_rate
 from tiercheck_operator.model.spec import JobSpec
 

@@ -6,9 +6,8 @@ import pytest
 
 from tests.cli import recorded
 from tests.cli.golden import matches, rendered
-from tiercheck_cli import guide
 from tiercheck_cli.status.command import jobs_table, screen
-from tiercheck_cli.status.view import StatusView, status_view, worker_views
+from tiercheck_cli.status.view import StatusView, find_entry, status_view, worker_views
 from tiercheck_operator.planning.topology import PRESETS, Topology
 
 
@@ -62,7 +61,7 @@ def test_a_job_that_the_operator_has_not_seen_is_shown_too() -> None:
 
 def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide() -> None:
     (attention,) = view().attention
-    entry = guide.entry("RemoteForbidden")
+    entry = find_entry("RemoteForbidden")
     assert entry is not None
     assert attention.reason == "RemoteForbidden"
     assert attention.advice == entry.advice
@@ -179,7 +178,7 @@ def test_tiers_that_a_job_lacks_are_not_waited_for_and_no_advice_counts_on_them(
     ],
 )  # fmt: skip
 def test_command_in_an_advice_names_namespace_and_pod(message: str, which: str) -> None:
-    entry = guide.entry("SidecarNotAnswering")
+    entry = find_entry("SidecarNotAnswering")
     assert entry is not None
     advice = entry.advise("team-a", "gpt", message, remote=True)
     assert f"kubectl logs -n team-a {which} -c tiercheck-sidecar" in advice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck_cli import guide
+from tiercheck_cli.status.view import find_entry
 from tiercheck_operator.model import conditions
 from tiercheck_sidecar.remote.errors import Reason
 
@@ -52,7 +52,7 @@ def test_every_reason_is_explained_with_what_to_do(reason: str) -> None:
     meaning, advice = EXPLAINED[reason]
     assert meaning.endswith(".")
     assert advice.endswith(".")
-    assert guide.entry(reason) is not None
+    assert find_entry(reason) is not None
 
 
 def test_nothing_is_explained_that_cannot_happen() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiercheck_local.node.volumes import Roots
+from tiercheck_local.node.environment import Roots
 
 
 def roots(tmp_path: Path, node: str) -> Roots:

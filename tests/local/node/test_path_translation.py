@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_local.node.volumes import PathTranslation
+from tiercheck_local.node.environment import PathTranslation
 
 MOUNTS = {
     "/tiercheck/memory": "/dev/shm/p",
