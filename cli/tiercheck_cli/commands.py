@@ -11,8 +11,7 @@ from typer.core import TyperGroup
 
 from tiercheck.about import __version__
 from tiercheck.redaction import log_redacted
-from tiercheck_cli.checkpoint.command import import_checkpoint
-from tiercheck_cli.checkpoint.remote_command import remote
+from tiercheck_cli.checkpoint.command import import_checkpoint, remote
 from tiercheck_cli.events import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export import export

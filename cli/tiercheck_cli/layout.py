@@ -13,9 +13,9 @@ from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import USAGE, CannotDo, program
-from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import JobSpec, read_spec
+from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.cluster_nodes import ClusterNode, build_topology, seat_workers
 from tiercheck_operator.planning.cluster_nodes import read_nodes as parse_nodes
 from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import recorded
-from tests.cli.golden import FOLDER, matches, rendered
+from tests.cli.shown import FOLDER, matches, rendered
 from tiercheck_cli.commands import app
 from tiercheck_cli.events import events_table, story
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.cli.commands_run import run
+from tests.cli.shown import run
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.sharded_trainer import BATCH, SAMPLES, make_model, whole
 from tiercheck import ResumableSampler

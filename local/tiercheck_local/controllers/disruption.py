@@ -23,7 +23,7 @@ NOT_READY = "node.kubernetes.io/not-ready"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 
-# A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may
+# A lease's age is measured from when its last change was seen here, never from its time stamp: clocks may
 # differ. If this process itself was held up, every lease gets a new start.
 class NodeLifecycle:
     """`grace`: seconds without renewal until a node is unreachable. `run` never ends."""

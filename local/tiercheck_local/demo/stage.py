@@ -15,10 +15,10 @@ from typing import Any, Self
 
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
+from tiercheck_local import controlplane
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster, NothingToHit
-from tiercheck_local.controlplane import lifetime
-from tiercheck_local.controlplane.planes import wait_until
+from tiercheck_local.controlplane import wait_until
 from tiercheck_local.demo.result import RecoveryWatch
 from tiercheck_local.nodespec import RACK
 
@@ -42,7 +42,7 @@ class ObjectStore:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
-        process = self._process = lifetime.start(command, self._log)
+        process = self._process = controlplane.start_child(command, self._log)
         wait_until(self._answers, process, self._log, "the local S3 server", seconds=90.0)
         self.client().create_bucket(Bucket=self.bucket)
         return self
@@ -51,7 +51,7 @@ class ObjectStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process is not None:
-            lifetime.stop(self._process)
+            controlplane.stop_child(self._process)
 
     def client(self) -> Any:
         """A boto3 client of this server."""

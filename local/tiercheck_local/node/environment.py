@@ -165,8 +165,8 @@ async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
     return lambda kind, name: known.get((kind, name))
 
 
-# Memory volumes are folders in shared memory, others lie under a short path: a Unix socket's path has 107 bytes at
-# most. Sizes are not enforced; `sizeLimit` is for the reader.
+# Memory volumes are folders in shared memory, others lie under a short path: a Unix socket's path has 107
+# bytes at most. Sizes are not enforced; `sizeLimit` is for the reader.
 class PathTranslation:
     """Call it with a text; it returns the text as the host process must see it.
 

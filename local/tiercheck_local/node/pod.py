@@ -13,7 +13,7 @@ from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck_cli.api_server import PODS
-from tiercheck_local import clock, links, markers
+from tiercheck_local import clock, markers
 from tiercheck_local.client import Client
 from tiercheck_local.node import environment
 from tiercheck_local.node.container import (
@@ -273,7 +273,7 @@ class Pod:
             )
         directory = Path(self._settings.directory)
         logs = directory / "logs" / self.name / f"{container.name}.log"
-        env = links.hooked_environment(env, self._settings.cuts)
+        env = markers.hooked_environment(env, self._settings.cuts)
         if self._settings.failpoints is not None:
             env[ENV_FAILPOINTS] = f"{self._settings.failpoints}/{self.name}.{container.name}"
         oom = logs.with_suffix(OUT_OF_MEMORY)

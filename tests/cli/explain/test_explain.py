@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli import recorded
-from tests.cli.fake_cluster import FakeCluster
-from tests.cli.golden import matches, rendered
+from tests.cli.shown import FakeCluster, matches, rendered
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events import PastRecovery, recoveries
 from tiercheck_cli.explain.command import what_if_screen, why_screen

@@ -61,20 +61,13 @@ def age_of(timestamp: str | None, unset: str = "<unknown>") -> str:
     if not timestamp:
         return unset
     seconds = int((datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
-    if seconds < 120:
-        return f"{max(seconds, 0)}s"
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if minutes < 10:
-        return f"{minutes}m{seconds % 60}s" if seconds % 60 else f"{minutes}m"
-    if minutes < 180:
-        return f"{minutes}m"
-    if hours < 8:
-        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
-    if hours < 48:
-        return f"{hours}h"
-    if days < 8:
-        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
-    return f"{days}d"
+    for least, size, unit, exact, smaller, name in (
+        (172_800, 86_400, "d", 8, 3_600, "h"), (10_800, 3_600, "h", 8, 60, "m"), (120, 60, "m", 10, 1, "s"),
+    ):  # fmt: skip
+        if seconds >= least:
+            rest = seconds % size // smaller if seconds < exact * size else 0
+            return f"{seconds // size}{unit}{f'{rest}{name}' if rest else ''}"
+    return f"{max(seconds, 0)}s"
 
 
 _NAME = (
