@@ -1,4 +1,4 @@
-"""Runs a control plane: the embedded API server, or etcd and kube-apiserver, and ends it with its parent."""
+"""Runs a control plane that ends with its parent: the embedded one, or etcd and kube-apiserver."""
 
 from __future__ import annotations
 

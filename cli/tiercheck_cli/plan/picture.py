@@ -1,4 +1,4 @@
-"""Draws pictures, the same for the same content: a placement as a circle of domains with curves between."""
+"""Draws pictures, the same for the same content: who keeps whose copies, on a circle of domains."""
 
 from __future__ import annotations
 
