@@ -19,9 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Figure, Outcome, Scale
-from tiercheck_cli.simulate.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
 from tiercheck_cli.simulate.play import JobLife, Run
-from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Saving, Scenario
+from tiercheck_cli.simulate.scenario import (
+    ALL,
+    DOMAIN,
+    NODE,
+    POD,
+    PROCESS,
+    RecoveryTimes,
+    Saving,
+    Scenario,
+    measure,
+    measured_recoveries,
+)
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.topology import Topology, levels_from_spec

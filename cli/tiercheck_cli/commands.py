@@ -11,11 +11,10 @@ from typer.core import TyperGroup
 
 from tiercheck.about import __version__
 from tiercheck.redaction import log_redacted
-from tiercheck_cli.checkpoint.command import import_checkpoint
-from tiercheck_cli.checkpoint.remote_command import remote
-from tiercheck_cli.events.command import events
+from tiercheck_cli.checkpoint.command import import_checkpoint, remote
+from tiercheck_cli.events import events
 from tiercheck_cli.explain.command import explain
-from tiercheck_cli.export.command import export
+from tiercheck_cli.export import export
 from tiercheck_cli.failure import INSTALL, CannotDo
 from tiercheck_cli.plan.command import plan
 from tiercheck_cli.simulate.command import simulate

@@ -18,7 +18,7 @@ from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
 from tiercheck_cli.api_server import CRDS, NODES, PODS, Object, RequestFailed
-from tiercheck_local import links, markers
+from tiercheck_local import markers
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
@@ -193,7 +193,7 @@ class Faults:
         there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
         self._cut |= {
             frozenset((here, address))
-            for address in (there | ({links.OPERATOR} if operator else set())) - {here}
+            for address in (there | ({markers.OPERATOR} if operator else set())) - {here}
         }
         self._write_cuts()
 
@@ -206,7 +206,7 @@ class Faults:
     def _write_cuts(self) -> None:
         if self._cluster.cuts is None:
             raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
-        links.write(self._cluster.cuts, self._cut)
+        markers.write_cuts(self._cluster.cuts, self._cut)
 
     def taint_node(self, name: str, key: str, effect: str = "NoSchedule") -> None:
         """As an autoscaler announces the end of a node."""

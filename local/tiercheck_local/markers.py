@@ -1,8 +1,4 @@
-"""Finds and removes what a cluster leaves on the machine: marked processes and named folders.
-
-Each process carries its place in its environment, and children inherit it. A process group would lose what
-starts its own session, as launchers do; a PID namespace would need privileges.
-"""
+"""Marks processes and folders of a cluster, to find and remove them, and to cut links between pods."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 CLUSTER = "TIERCHECK_LOCAL_CLUSTER"
@@ -86,3 +83,25 @@ def remove_all_at(octet: int) -> None:
     for root in (MEMORY_FILE_SYSTEM, SCRATCH):
         for left in root.glob(f"tiercheck-{octet}-*"):
             remove(left.name.removeprefix("tiercheck-"))
+
+
+CUTS = "TIERCHECK_LOCAL_CUTS"
+"""Environment variable with the file's path; processes that have it load `link_hook`."""
+_HOOK = Path(__file__).with_name("link_hook")
+OPERATOR = "127.0.0.1"
+"""Where the operator's connections start."""
+
+
+def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
+    """`env` for a process whose links can be cut; as it is if `cuts` is None."""
+    if not cuts:
+        return dict(env)
+    path = os.pathsep.join([str(_HOOK), *filter(None, [env.get("PYTHONPATH")])])
+    return {**env, CUTS: cuts, "PYTHONPATH": path}
+
+
+def write_cuts(path: Path, pairs: Iterable[frozenset[str]]) -> None:
+    """Replace what is cut: pairs of addresses."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text("".join(" ".join(sorted(pair)) + "\n" for pair in pairs))
+    os.replace(fresh, path)

@@ -20,10 +20,10 @@ from typing import Any, Self, TypeVar
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck.protocol.encoding import to_json
 from tiercheck_cli.api_server import NODES, PODS, ApiServer, Object
-from tiercheck_local import links, markers
+from tiercheck_local import markers
 from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.controllers.scheduler import ready_status
-from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
+from tiercheck_local.controlplane import ControlPlane, open_control_plane
 from tiercheck_local.node.pod import Settings
 from tiercheck_local.node.process import FIRST_BACK_OFF
 from tiercheck_local.nodespec import NodeSpec
@@ -206,7 +206,7 @@ class RunningCluster:
             **(env or {}),
         }
         if self.cuts is not None:
-            environment = links.hooked_environment({**os.environ, **environment}, str(self.cuts))
+            environment = markers.hooked_environment({**os.environ, **environment}, str(self.cuts))
         if self.failpoints is not None:
             environment[ENV_FAILPOINTS] = str(self.failpoints / replica)
         self.operator = self._start(replica, ["-m", "tiercheck_operator"], environment)

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.injections import FAULTS, Injection, drawn
 from tests.chaos.promises import LifeChecker
-from tests.chaos.stage import Stage, staged
+from tests.chaos.stage import FAULTS, Injection, Stage, drawn, staged
 from tests.simulation.checker import Broken
 
 _PASSED_WITHIN = 20.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from tests.chaos.campaign import Course, Outcome
-from tests.chaos.injections import FAULTS, POINTS, Injection
+from tests.chaos.stage import FAULTS, POINTS, Injection
 
 PAGE, PICTURE = "chaos.md", "chaos"
 _FOUND = "## What it found"

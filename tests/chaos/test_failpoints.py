@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import Outcome
-from tests.chaos.injections import FAULTS, POINTS, Injection, drawn
 from tests.chaos.report import place, table
+from tests.chaos.stage import FAULTS, POINTS, Injection, drawn
 from tiercheck.failpoints import ACTIONS, ENV_FAILPOINTS, STRUCK, Arming, Failpoints, Struck
 
 ROOT = Path(__file__).parents[2]

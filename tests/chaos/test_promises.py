@@ -1,7 +1,12 @@
-"""What counts as a broken promise when only the status is seen."""
+"""Broken promises are found in made-up records, and a short campaign breaks none."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import campaign, report
 from tests.chaos.promises import LifeChecker, Mark
 from tests.chaos.record import Said
 
@@ -53,3 +58,18 @@ def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_opera
     assert not checker.broken
     checker.read([(3.0, "verdict", {**told, "remote": Mark(12, 1)})])
     assert [each.promise for each in checker.broken] == ["complete is complete"]
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+def test_job_comes_through_ten_strikes_bit_for_bit(tmp_path: Path) -> None:
+    told: list[str] = []
+    plan = campaign.Plan(
+        seed=3, injections=10, seconds=1e9, workers=2, pace=0.05, rest=(0.0, 0.2), stopped=3.0
+    )
+    course = campaign.run(plan, tmp_path, told.append)
+    assert not course.broken, "\n".join(told)
+    assert len(course.strikes) >= 8, "\n".join(told)
+    assert course.compared > 2 * course.steps
+    report.write(course, tmp_path)
+    assert "0 promises broken" in (tmp_path / "chaos.md").read_text()

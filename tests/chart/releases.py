@@ -25,7 +25,7 @@ from tests.access import REAL_SERVER, load
 from tests.operator.kubernetes.proxy import JOBS, service_account_kubeconfig
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.controlplane.planes import write_kubeconfig
+from tiercheck_local.controlplane import write_kubeconfig
 
 helm = pytest.importorskip(
     "helm_python", reason="the Helm SDK (helm-python-sdk) has no wheel for this machine"

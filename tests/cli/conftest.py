@@ -24,7 +24,7 @@ from tiercheck_cli.api_server import (
     ApiServer,
     RequestFailed,
 )
-from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
+from tiercheck_local.controlplane import ControlPlane, open_control_plane
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from tests.cli import recorded
-from tests.cli.commands_run import Ran, run
+from tests.cli.shown import Ran, run
 from tiercheck_cli.api_server import ApiServer
 from tiercheck_cli.complete import complete
-from tiercheck_local.controlplane.planes import ControlPlane, write_kubeconfig
+from tiercheck_local.controlplane import ControlPlane, write_kubeconfig
 
 ROOT = Path(__file__).parents[2]
 NAME, NAMESPACE = recorded.NAME, recorded.NAMESPACE

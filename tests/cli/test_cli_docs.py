@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli import recorded
-from tests.cli.golden import FOLDER, matches, rendered
+from tests.cli.shown import FOLDER, matches, rendered
 from tiercheck_cli.commands import app
-from tiercheck_cli.events.command import events_table
-from tiercheck_cli.events.recoveries import story
+from tiercheck_cli.events import events_table, story
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "use" / "cli.md"

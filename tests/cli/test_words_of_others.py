@@ -15,10 +15,9 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from tests.cli.commands_run import run
+from tests.cli.shown import run
 from tiercheck_cli import terminal
-from tiercheck_cli.events.command import events_table
-from tiercheck_cli.events.recoveries import story
+from tiercheck_cli.events import events_table, story
 from tiercheck_cli.terminal import Output, Text
 
 CLI = Path(terminal.__file__).parent

@@ -11,7 +11,7 @@ from tests.access import BOTH_SERVERS
 from tests.cluster.jobs import Jobs
 from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import ObjectStore, credentials
+from tiercheck_local.demo.stage import ObjectStore, credentials
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,9 +1,13 @@
-"""Makes jobs, looks at them, waits for them, and knows what they should end with."""
+"""Jobs on a laptop cluster, and what their sidecars hold."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +18,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.report import RankRestore, Report
 from tiercheck_cli.api_server import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import CREDENTIALS, REGION, ObjectStore
 from tiercheck_local.demo.scenario import condition_is, in_words
-from tiercheck_local.demo.stage import JOBS, LaptopStage
+from tiercheck_local.demo.stage import CREDENTIALS, JOBS, REGION, LaptopStage, ObjectStore
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
@@ -242,3 +245,68 @@ class Jobs:
             self.cluster.api.delete(JOBS, "default", job.name)
         for job in self.made:
             self.cluster.wait_for(lambda job=job: not job.belongings(), PATIENCE, f"{job.name} to be gone")
+
+
+@dataclass(frozen=True)
+class Replica:
+    name: str
+    process: subprocess.Popen[bytes]
+    address: str
+
+    def page(self, path: str) -> str:
+        """Empty if it does not answer, or not with 200."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError):
+            return ""
+
+    @property
+    def leads(self) -> bool:
+        """By its own word; a stopped process says nothing."""
+        return "\ntiercheck_leader 1.0" in self.page("/metrics")
+
+
+@dataclass
+class Replicas:
+    """Use `leader` and `other` while all of them run."""
+
+    cluster: LocalCluster
+    env: Mapping[str, str]
+    running: list[Replica] = field(default_factory=list)
+    _made: int = 0
+
+    def start(self) -> Replica:
+        """Returns when it is ready to take over."""
+        self._made += 1
+        name = f"replica-{self._made}"
+        process = self.cluster.start_operator({**self.env, "TIERCHECK_IDENTITY": name}, name)
+        replica = Replica(name, process, self.cluster.metrics_address)
+        self.running.append(replica)
+        self.cluster.wait_for(lambda: replica.page("/readyz"), PATIENCE, f"{name} to be ready")
+        return replica
+
+    def leader(self) -> Replica:
+        def one() -> Replica | None:
+            leading = [replica for replica in self.running if replica.leads]
+            assert len(leading) <= 1, "two lead"
+            return leading[0] if leading else None
+
+        return self.cluster.wait_for(one, PATIENCE, "one to lead")
+
+    def other(self, than: Replica) -> Replica:
+        (found,) = [replica for replica in self.running if replica is not than]
+        return found
+
+    def kill(self, replica: Replica) -> None:
+        replica.process.kill()
+        replica.process.wait()
+        self.running.remove(replica)
+
+    def stop(self) -> None:
+        for replica in self.running:
+            replica.process.send_signal(signal.SIGCONT)
+            replica.process.terminate()
+        for replica in self.running:
+            replica.process.wait(30)
+        self.running.clear()

@@ -1,14 +1,18 @@
-"""A job's life besides failures: suspended, resumed, deleted, and what people are told meanwhile."""
+"""Jobs live on the laptop cluster from first step to last, on any network and with any checkpoints."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.cluster.jobs import PATIENCE, Jobs
+from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
-from tiercheck_cli.api_server import RequestFailed
+from tests.lives import Lives
+from tiercheck_cli.api_server import PODS, RequestFailed
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import JOBS
+from tiercheck_local.demo.stage import JOBS, ObjectStore
 
 pytestmark = pytest.mark.cluster
 
@@ -95,3 +99,120 @@ def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_af
     job.wait_recovered(recovery["attempt"])
     assert [entry["attempt"] for entry in job.status["recoveries"]][-1] == recovery["attempt"]
     assert_same_as_undisturbed(job)
+
+
+@pytest.mark.extended
+def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_other(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    """Named by CIDR, loopback of both families stands for further networks: its copies go there."""
+    manifest = jobs.manifest(workers=4)
+    manifest["spec"].setdefault("tiers", {}).setdefault("peer", {})["interfaces"] = [
+        "127.0.0.1/32",
+        "::1/128",
+    ]
+    spec = manifest["spec"]["template"]["spec"]
+    spec["hostNetwork"] = True
+    only = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0", "node-2"]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [only]}]}
+    spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    cluster.faults.kill_operator()
+    # it has forgotten nodes that other tests gave it reason to shun, so both are used
+    jobs.restart_operator()
+    job = jobs.apply(manifest)
+    before = job.wait_trained(13)
+    assert len({pod["status"]["podIP"] for pod in job.pods()}) == 2, "two addresses for four pods"
+    wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp", "0100007F")
+    wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp6", f"{'0' * 24}01000000")
+    assert job.wait_condition("Protected")["reason"] == "CopiesComplete", "no interface is missing"
+    uids = job.uids()
+    cluster.api.delete(PODS, "default", job.stage.pod(1)["metadata"]["name"])
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert {worker for worker, uid in job.uids().items() if uid != uids[worker]} == {1}
+    assert_same_as_undisturbed(job)
+
+
+def exchange_ports(job: Job) -> set[int]:
+    """Of the job's sidecars."""
+    containers = [each for pod in job.pods() for each in pod["spec"]["initContainers"]]
+    ports = [port for each in containers for port in each.get("ports") or ()]
+    return {port["containerPort"] for port in ports if port["name"] == "exchange"}
+
+
+def wait_until_it_carries(cluster: LocalCluster, ports: set[int], table: str, address: str) -> None:
+    """The kernel's `table` has a connection to one of `ports` at `address`."""
+
+    def look() -> bool:
+        rows = [row.split() for row in Path(table).read_text().splitlines()[1:]]
+        targets = {row[2].rpartition(":") for row in rows if row[3] == "01"}  # established
+        return any(host == address and int(port, 16) in ports for host, _, port in targets)
+
+    cluster.wait_for(look, 30.0, f"a connection between sidecars in {table}")
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_dcp.py"
+ENDLESS = [sys.executable, str(EXAMPLE), "--steps", "1000000", "--pace", "0.05"]
+
+
+def start(jobs: Jobs, bucket: ObjectStore) -> Job:
+    """Two ranks of the example, with FSDP2."""
+    env = {"OMP_NUM_THREADS": "1"}
+    return jobs.apply(jobs.manifest(workers=2, command=ENDLESS, env=env, bucket=bucket, remote_every=10))
+
+
+def undisturbed(lives: Lives, steps: int, folder: Path) -> dict[int, float]:
+    """The losses of the same script on two ranks without a cluster."""
+    command = [EXAMPLE, "--folder", folder, "--steps", str(steps), "--every", str(steps + 1)]
+    said, _ = lives.run(["torch.distributed.fsdp", "tiercheck.dcp"], command, ranks=2)
+    return {line["step"]: line["loss"] for line in said}
+
+
+def assert_losses_of_an_undisturbed_run(job: Job, lives: Lives, folder: Path) -> None:
+    lines = job.printed()
+    wanted = undisturbed(lives, max(line["step"] for line in lines), folder)
+    assert [line["loss"] for line in lines] == [wanted[line["step"]] for line in lines]
+
+
+@pytest.mark.extended
+def test_it_comes_back_from_memory_and_after_the_loss_of_all_pods_from_the_bucket(
+    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
+) -> None:
+    job = start(jobs, bucket)
+    before = job.wait_trained(13)
+    uids = job.uids()
+    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}
+    assert recovery["step"] >= 5
+    assert job.uids() == uids, "survivors are never recreated"
+    before = job.wait_trained(recovery["step"] + 3, tier="remote")
+    for pod in job.pods():
+        cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["tiers"] == {"local": 0, "peer": 0, "remote": 2}
+    assert recovery["step"] >= 10
+    job.wait_trained(recovery["step"] + 3)
+    assert_losses_of_an_undisturbed_run(job, lives, tmp_path / "alone")
+
+
+@pytest.mark.extended
+def test_suspended_job_of_two_goes_on_with_one_that_reads_what_both_saved(
+    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
+) -> None:
+    job = start(jobs, bucket)
+    before = job.wait_trained(13)
+    cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
+    job.wait_condition("Suspended")
+    alone = {"spec": {"workers": 1, "suspend": False, "tiers": {"peer": None}}}
+    cluster.api.patch(JOBS, "default", job.name, alone)
+    recovery = job.wait_recovered(before["attempt"])
+    assert "made by 2 ranks, from which 1 read their parts" in recovery["reason"]
+    job.wait_trained(recovery["step"] + 3, tier="remote")
+    lines = job.printed()
+    wanted = undisturbed(lives, max(line["step"] for line in lines), tmp_path / "alone")
+    first = [line["loss"] for line in lines if line["step"] == recovery["step"] + 1]
+    assert set(first) == {wanted[recovery["step"] + 1]}, "the same weights to the last bit"
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [wanted[line["step"]] for line in lines], rel=1e-5
+    )

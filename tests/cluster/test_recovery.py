@@ -1,6 +1,9 @@
-"""Every size of failure: the job comes back by itself, from the nearest tier, to the same parameters."""
+"""A job comes back from every class of failure."""
 
 from __future__ import annotations
+
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +132,107 @@ def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] > 0
     assert_same_as_undisturbed(job)
+
+
+FAST_HANG = {"hang": {"minSeconds": 4, "stepFactor": 20}}
+
+
+@pytest.mark.extended
+def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to_raise(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    manifest = jobs.manifest(workers=2)
+    manifest["spec"]["template"]["spec"]["containers"][0]["resources"] = {
+        "limits": {"memory": "1500Mi"},
+        "requests": {"memory": "64Mi"},
+    }
+    job = jobs.apply(manifest)
+    before = job.wait_trained(13)
+    cluster.faults.oom_kill_container(job.stage.pod_of(1))
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["cause"] == "OOMKilled"
+    assert "limit of 1500Mi" in recovery["message"]
+    assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}, (
+        "its copies are not in the container that was killed"
+    )
+    assert job.status["restarts"]["counted"] == 1
+    assert "OOMKilled" in {event["reason"] for event in job.events()}
+    assert_same_as_undisturbed(job)
+
+
+@pytest.mark.extended
+def test_hung_worker_is_named_its_stack_is_in_the_log_and_the_job_goes_on_in_place(
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=2, env={"GATE": str(gate), "GATE_RANK": "1"}, failurePolicy=FAST_HANG)
+    before = job.wait_trained(13)
+    uids = job.uids()
+    gate.touch()
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["cause"] == "Hung"
+    assert "no step for" in recovery["message"]
+    assert job.uids() == uids, "restarted in place"
+    logs = [path.read_text() for path in cluster.logs.glob(f"{job.name}-*/trainer.log")]
+    assert any("stand_still" in text and "most recent call first" in text for text in logs)
+    assert_same_as_undisturbed(job)
+
+
+def test_exit_code_that_a_rule_calls_final_fails_the_job_without_a_restart(jobs: Jobs) -> None:
+    rule = {"name": "bad-data", "action": "Fail", "onExitCodes": {"operator": "In", "values": [7]}}
+    job = jobs.start(workers=2, env={"FAIL_AT": "8"}, failurePolicy={"rules": [rule]})
+    failed = job.wait_condition("Failed", "True", "FailurePolicyRule")
+    assert "bad-data" in failed["message"]
+    assert "SystemExit: 7" in failed["message"], "in the rank's own words"
+    assert job.status["attempt"] == 1
+
+
+@pytest.mark.extended
+def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
+    rule = {"name": "flaky", "action": "RestartIgnoringLimit", "onReasons": ["Signalled"]}
+    job = jobs.start(workers=2, failurePolicy={"maxRestarts": 0, "rules": [rule]})
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(1), number=signal.SIGBUS)
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["rule"] == "flaky"
+    assert {name: job.status["restarts"][name] for name in ("crash", "disruption", "counted")} == {
+        "crash": 0, "disruption": 1, "counted": 0,
+    }  # fmt: skip
+    assert_same_as_undisturbed(job)
+
+
+@pytest.mark.extended
+def test_killed_sidecar_starts_again_and_training_never_stops(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2, steps=400, pace=0.05)
+    before = job.wait_trained(13)
+    cluster.faults.kill_container(job.stage.pod_of(1), "tiercheck-sidecar")
+    alive = job.wait("its second life", lambda _: _restarts(job.stage.pod_of(1), cluster))
+    seen = (alive.get("progress") or {}).get("step", 0)
+    # Its copies may be complete again before anybody has looked; then there is nothing to tell.
+    told = job.wait(
+        "it to be told, or made good already",
+        lambda status: _told(job.events()) or status["tiers"]["peer"]["step"] > seen,
+    )
+    here = (told.get("progress") or {}).get("step", 0)
+    after = job.wait_trained(here + 30)
+    assert after["attempt"] == before["attempt"]
+    assert after["restarts"]["total"] == 0
+    assert after["tiers"]["peer"]["step"] > here, "its copies are kept up again"
+
+
+@pytest.mark.extended
+def test_job_that_takes_longer_than_it_may_ends(jobs: Jobs) -> None:
+    job = jobs.start(workers=1, activeDeadlineSeconds=8)
+    failed = job.wait_condition("Failed", "True", "DeadlineExceeded")
+    assert "activeDeadlineSeconds" in failed["message"]
+
+
+def _restarts(pod: str, cluster: LocalCluster) -> bool:
+    statuses = next(entry for entry in cluster.pods() if entry["metadata"]["name"] == pod)["status"][
+        "initContainerStatuses"
+    ]
+    return any(entry["name"] == "tiercheck-sidecar" and entry["restartCount"] for entry in statuses)
+
+
+def _told(events: list[dict[str, object]]) -> bool:
+    return any(event["reason"] == "SidecarRestarted" for event in events)

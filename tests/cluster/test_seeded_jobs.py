@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.cli.commands_run import run
+from tests.cli.shown import run
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.sharded_trainer import BATCH, SAMPLES, make_model, whole
 from tiercheck import ResumableSampler
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
-from tiercheck_local.demo.stage import JOBS
+from tiercheck_local.demo.stage import ACCESS_KEY, JOBS, REGION, SECRET_KEY, ObjectStore
 
 pytestmark = pytest.mark.cluster
 

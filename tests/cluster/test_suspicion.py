@@ -1,16 +1,21 @@
-"""Nodes that die, are cut off or will be emptied are left in time, and not believed again."""
+"""A silent sidecar is suspected and replaced, and the healthy are left alone."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import OPERATOR_ENV, ROOT
 from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster, waits_warm
+from tiercheck_local.nodespec import NodeSpec
 
 pytestmark = pytest.mark.cluster
 
@@ -158,3 +163,150 @@ def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster:
 
 def _on(job: Job, node: str) -> list[str]:
     return [pod["metadata"]["name"] for pod in job.pods() if pod["spec"].get("nodeName") == node]
+
+
+SIDECAR = "tiercheck-sidecar"
+
+
+def sidecar(cluster: LocalCluster, pod: str) -> Mapping[str, Any]:
+    """What the kubelet says of it."""
+    found = next(entry for entry in cluster.pods() if entry["metadata"]["name"] == pod)
+    statuses = (found.get("status") or {}).get("initContainerStatuses") or []
+    return next((entry for entry in statuses if entry["name"] == SIDECAR), {})
+
+
+def step(status: Mapping[str, Any]) -> int:
+    return int((status.get("progress") or {}).get("step", 0))
+
+
+def assert_untouched(job: Job, before: Mapping[str, Any], uids: Mapping[int, str]) -> None:
+    status = job.status
+    assert status["attempt"] == before["attempt"]
+    assert status["restarts"]["total"] == 0
+    assert job.uids() == uids
+
+
+def test_sidecar_that_is_killed_twice_costs_no_step_and_its_kubelets_wait_is_told(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    job = jobs.start(workers=2, steps=100_000, pace=0.05)
+    before = job.wait_trained(13)
+    uids, pod = job.uids(), job.stage.pod_of(1)
+    for lives in (1, 2):
+        cluster.wait_for(lambda: sidecar(cluster, pod).get("started"), 60, "the sidecar to have started")
+        job.wait("copies to be complete", lambda status: _protected(status)["status"])
+        here = step(job.status)
+        cluster.faults.kill_container(pod, SIDECAR)
+        told = job.wait("it to be told", lambda status: _protected(status)["reason"] == "SidecarRestarting")
+        if lives == 2:
+            told = job.wait("the wait to be told", lambda status: "10 s" in _protected(status)["message"])
+            assert "Training goes on" in _protected(told)["message"]
+            assert "back-off 10s" in sidecar(cluster, pod)["state"]["waiting"]["message"]
+        job.wait("training to go on meanwhile", lambda status, here=here: step(status) > here + 20)
+    job.wait("copies to be complete again", lambda status: _protected(status)["status"])
+    assert_untouched(job, before, uids)
+    assert sidecar(cluster, pod)["restartCount"] == 2
+    assert "SidecarRestarting" in {event["reason"] for event in job.events()}
+
+
+def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2, steps=100_000, pace=0.05)
+    before = job.wait_trained(13)
+    uids, worth = job.uids(), _placed(job.status)
+    assert worth in ("AllPlaced", "DegradedSpread"), "other tests may have given reason to shun nodes"
+    try:
+        for node in cluster.nodes:
+            cluster.faults.partition_node(node)
+        told = job.wait_condition("Placed", "True", "NodeNotReady")["message"]
+        assert "trains on" in told
+        cluster.wait_for(
+            lambda: not any(kubernetes_trusts(cluster, node) for node in cluster.nodes),
+            60,
+            "no node to be ready",
+        )
+        here = step(job.status)
+        job.wait("a hundred steps more", lambda status: step(status) > here + 100)
+        assert_untouched(job, before, uids)
+    finally:
+        for node in cluster.nodes:
+            cluster.faults.heal_node(node)
+    job.wait_condition("Placed", "True", worth)
+    assert_untouched(job, before, uids)
+
+
+@pytest.mark.extended
+def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    job = jobs.start(workers=2)
+    before = job.wait_trained(13)
+    old = job.uids()
+    cluster.faults.hold_starts(SIDECAR)
+    try:
+        cluster.faults.drain_pod(job.stage.pod_of(1))
+        cluster.wait_for(
+            lambda: "running" in _replaced(job, cluster, old).get("state", {}), 60, "its replacement to run"
+        )
+        new = job.uids()[1]
+        # Its peer's trainer has failed, and a silent sidecar is given up after TIERCHECK_SUSPECT_SECONDS
+        # then.
+        passed = time.monotonic() + 2 * float(OPERATOR_ENV["TIERCHECK_SUSPECT_SECONDS"])
+        cluster.wait_for(lambda: time.monotonic() > passed, 60, "that limit to pass twice")
+        assert job.uids()[1] == new
+    finally:
+        cluster.faults.let_start(SIDECAR)
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["cause"] == "PodEvicted"
+    assert job.uids()[1] == new, "one replacement, and it was given its time"
+    assert_same_as_undisturbed(job)
+
+
+@pytest.fixture
+def trusting(tmp_path: Path) -> Iterator[tuple[LocalCluster, Jobs]]:
+    """A cluster that believes in a node for as long as Kubernetes does, with an operator and jobs of its
+    own."""
+    nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
+    with LocalCluster(tmp_path / "cluster", nodes, lease_grace=60.0) as cluster:
+        cluster.apply_crds(ROOT / "crds")
+        cluster.start_operator(OPERATOR_ENV)
+        jobs = Jobs(cluster, tmp_path, OPERATOR_ENV)
+        yield cluster, jobs
+
+
+@pytest.mark.extended
+def test_node_whose_processes_are_dead_is_left_although_its_kernel_refuses_and_kubernetes_trusts_it(
+    trusting: tuple[LocalCluster, Jobs],
+) -> None:
+    cluster, jobs = trusting
+    job = jobs.start(workers=2)
+    before = job.wait_trained(13)
+    node = job.stage.node_of(1)
+    cluster.faults.kill_node(node)
+    recovery = job.wait_recovered(before["attempt"])
+    assert kubernetes_trusts(cluster, node)
+    assert recovery["cause"] == "SidecarSilent"
+    assert "its kubelet says nothing" in recovery["message"]
+    assert job.stage.node_of(1) != node
+    assert recovery["tiers"]["peer"] == 1
+    assert_same_as_undisturbed(job)
+
+
+def _protected(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Its condition, with the status as a bool."""
+    found = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
+    return (
+        {**found, "status": found["status"] == "True"}
+        if found
+        else {"status": False, "reason": "", "message": ""}
+    )
+
+
+def _replaced(job: Job, cluster: LocalCluster, old: Mapping[int, str]) -> Mapping[str, Any]:
+    """The sidecar of worker 1's new pod."""
+    pod = job.stage.pod(1)
+    return sidecar(cluster, pod["metadata"]["name"]) if pod["metadata"]["uid"] != old[1] else {}
+
+
+def _placed(status: Mapping[str, Any]) -> str:
+    found = [entry["reason"] for entry in status.get("conditions", ()) if entry["type"] == "Placed"]
+    return str(found[0]) if found else ""

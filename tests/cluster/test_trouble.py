@@ -16,8 +16,8 @@ from tiercheck_cli.status.command import screen
 from tiercheck_cli.status.view import status_view
 from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo import job
-from tiercheck_local.demo.job import REGION, ObjectStore
+from tiercheck_local.demo.stage import CREDENTIALS, REGION, ObjectStore
+from tiercheck_local.demo.stage import credentials as demo_credentials
 
 pytestmark = pytest.mark.cluster
 
@@ -43,8 +43,8 @@ def operator_survives_it(cluster: LocalCluster) -> Iterator[None]:
 
 @pytest.fixture
 def credentials(cluster: LocalCluster) -> str:
-    cluster.apply(job.credentials())
-    return job.CREDENTIALS
+    cluster.apply(demo_credentials())
+    return CREDENTIALS
 
 
 def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.access import BOTH_SERVERS
 from tests.crd.crd_api import Api
-from tiercheck_local.controlplane.planes import open_control_plane
+from tiercheck_local.controlplane import open_control_plane
 
 
 @pytest.fixture(scope="session", params=BOTH_SERVERS)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.local.apiserver import api_client
-from tests.local.apiserver.defining import eventually
+from tests.local.apiserver.api_client import eventually
 
 ROOT = Path(__file__).parents[2]
 CRD = yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text())

@@ -12,9 +12,8 @@ from typing import Any
 
 from tests.images.building import Config, image_name
 from tests.images.container import Container, Mount, Settings
-from tiercheck_local.node import environment, volumes
-from tiercheck_local.node.environment import PodFacts
-from tiercheck_local.node.volumes import Roots
+from tiercheck_local.node import environment
+from tiercheck_local.node.environment import PodFacts, Roots
 
 Object = Mapping[str, Any]
 
@@ -61,7 +60,7 @@ class Pod:
         self._numbers = itertools.count()
         roots = Roots(self.folder / "memory", self.folder / "scratch", self.folder / "claims")
         self._facts = PodFacts(self.manifest, "node", self.ip, self.ip, {})
-        self._volumes = volumes.prepare(self._facts, roots, self._lookup)
+        self._volumes = environment.prepare(self._facts, roots, self._lookup)
         group = (self.spec.get("securityContext") or {}).get("fsGroup")
         for volume in self.spec.get("volumes") or ():
             _hand_over(self._volumes[volume["name"]], volume, group)
@@ -119,7 +118,7 @@ class Pod:
         read_only = {
             entry["mountPath"]: bool(entry.get("readOnly")) for entry in container.get("volumeMounts") or ()
         }
-        found = volumes.mounts(container, self._volumes)
+        found = environment.mounts(container, self._volumes)
         mounts = [Mount(Path(folder), path, read_only[path]) for path, folder in found.items()]
         return (
             mounts

@@ -12,7 +12,7 @@ from tests.images.conftest import StartPod
 from tests.images.worker import Worker
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_local.demo.job import CREDENTIALS, ObjectStore, credentials
+from tiercheck_local.demo.stage import CREDENTIALS, ObjectStore, credentials
 
 STEPS = 6
 

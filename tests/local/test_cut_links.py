@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck_local import links
+from tiercheck_local import markers
 
 HERE, THERE, ELSEWHERE = (f"127.{os.getpid() % 200 + 20}.251.{number}" for number in (1, 2, 3))
 
@@ -48,7 +48,7 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(script: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", script, *arguments],
-            env=links.hooked_environment(os.environ, str(tmp_path / "cut")),
+            env=markers.hooked_environment(os.environ, str(tmp_path / "cut")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,14 +78,14 @@ def test_cut_link_is_silent_for_old_and_new_connections_and_for_no_others(
 
     assert said(f"call {HERE} {THERE}") == said(f"say {HERE}") == "fine"
     assert said(f"call {ELSEWHERE} {THERE}") == "fine"
-    links.write(tmp_path / "cut", [frozenset((HERE, THERE))])
+    markers.write_cuts(tmp_path / "cut", [frozenset((HERE, THERE))])
     while said(f"say {HERE}") == "fine":
         pass
     assert said(f"say {ELSEWHERE}") == "fine", "only what was cut"
     assert said(f"call {HERE} {THERE}") == "silence"
     os.set_blocking(server.stdout.fileno(), False)
     assert server.stdout.readline() == "", "the server sees no end of the connection"
-    links.write(tmp_path / "cut", [])
+    markers.write_cuts(tmp_path / "cut", [])
     assert server.poll() is None
     for _ in range(100):
         if said(f"call {HERE} {THERE}") == "fine":
@@ -94,4 +94,4 @@ def test_cut_link_is_silent_for_old_and_new_connections_and_for_no_others(
 
 
 def test_process_of_a_cluster_whose_links_cannot_be_cut_is_left_alone() -> None:
-    assert links.hooked_environment({"A": "b"}, None) == {"A": "b"}
+    assert markers.hooked_environment({"A": "b"}, None) == {"A": "b"}

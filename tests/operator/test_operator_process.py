@@ -15,7 +15,7 @@ import kopf
 import pytest
 
 from tests.access import load
-from tests.cluster.replicas import Replicas
+from tests.cluster.jobs import Replicas
 from tests.operator.kubernetes.proxy import deaf_to_watches
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed

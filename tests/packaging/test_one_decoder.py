@@ -32,7 +32,7 @@ OTHER_DOORS = {
     "operator/tiercheck_operator/model/parsing.py": (
         "one word of a pod's annotation, read with the rest of the pod"
     ),
-    "cli/tiercheck_cli/files.py": "YAML, of a file that the user names",
+    "cli/tiercheck_cli/layout.py": "YAML, of a file that the user names",
     "cli/tiercheck_cli/simulate/assumptions.py": "YAML, of a file of this package",
 }
 DECODERS = {

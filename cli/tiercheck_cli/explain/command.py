@@ -13,7 +13,7 @@ from rich.table import Table
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events import PastRecovery, recoveries
 from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps, hit, losses
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout

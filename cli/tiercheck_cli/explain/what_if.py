@@ -9,7 +9,7 @@ from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
-from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.events import PastRecovery
 from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH

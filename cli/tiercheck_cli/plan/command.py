@@ -9,8 +9,7 @@ import typer
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
+from tiercheck_cli.layout import JobLayout, Nodes, layout_of, made_up_nodes, plan_layout, read_job, read_nodes
 from tiercheck_cli.plan.picture import draw
 from tiercheck_cli.plan.screen import screen
 from tiercheck_cli.terminal import (

@@ -1,18 +1,56 @@
-"""Draws a placement: domains on a circle, and a curve from each worker to whoever keeps its copies."""
+"""Draws pictures, the same for the same content: who keeps whose copies, on a circle of domains."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.figures import new_figure, svg_of
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.screen import Links, colour, links
 from tiercheck_operator.model.conditions import plural
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tiercheck",
+    "text.parse_math": False,  # a name with dollars in it is a name
+    "font.size": 10.0,
+}
+
+
+@contextmanager
+def new_figure(width: float, height: float, layout: Any = "constrained") -> Iterator[Any]:
+    """A sheet of that many inches, to be drawn on and written within the `with`."""
+    # Imported here: it takes half a second, and most commands draw nothing.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        yield Figure(figsize=(width, height), layout=layout)
+
+
+def svg_of(figure: Any, description: str) -> str:
+    """The element alone, for a page; `description` is for those who cannot see it."""
+    sink = StringIO()
+    figure.savefig(
+        sink, format="svg", facecolor="white", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    )
+    content = sink.getvalue()
+    return f'<svg role="img" aria-label="{escape(description)}"{content[content.index("<svg") + 4 :]}'
+
+
+def remove_frame(axes: Any, grid: str) -> None:
+    """Leaves the lower and left edge, and pale lines across `grid` ("x" or "y")."""
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
 
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
 _MIDDLE = (_CENTRE, _CENTRE + 15)

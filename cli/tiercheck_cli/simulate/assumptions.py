@@ -14,11 +14,9 @@ from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import Malformed, from_builtins
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.files import documents
-from tiercheck_cli.layout import JobLayout, compute_placement, policy_of
-from tiercheck_cli.simulate.measured import times_of
+from tiercheck_cli.layout import JobLayout, compute_placement, documents, policy_of
 from tiercheck_cli.simulate.play import exact_ettr
-from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
+from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario, times_of
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.placement.problem import WorkerSite
@@ -237,18 +235,11 @@ _SNAPSHOT_WITHOUT_DELTAS = 50
 _SNAPSHOT_UNKNOWN = 10
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One row."""
-
-    name: str
-    spec: JobSpec
-
-
-def settings(base: JobSpec, compare: Sequence[str], levels: Sequence[str] = ()) -> tuple[Setting, ...]:
-    """The job as it is first. `compare`: "copies=0,1,2 parity=4+1", in one word or several. `levels`:
-    of its topology. Raises CannotDo."""
-    rows = [Setting("as it is", base)]
+def settings(base: JobSpec, compare: Sequence[str], levels: Sequence[str] = ()) -> dict[str, JobSpec]:
+    """By name of the row, first the job as it is. `compare`: "copies=0,1,2 parity=4+1", in one word or
+    several. `levels`: of its topology. Raises CannotDo."""
+    same: list[str] = []
+    changes: dict[str, JobSpec] = {}
     for entry in " ".join(compare).split():
         key, equals, values = entry.partition("=")
         if not equals or not values:
@@ -256,15 +247,10 @@ def settings(base: JobSpec, compare: Sequence[str], levels: Sequence[str] = ()) 
         for value in values.split(","):
             changed = _changed(base, key, value, levels)
             if changed == base:
-                rows[0] = Setting(
-                    f"{rows[0].name}, {key}={value}"
-                    if rows[0].name != "as it is"
-                    else f"as it is: {key}={value}",
-                    base,
-                )
+                same.append(f"{key}={value}")
             else:
-                rows.append(Setting(f"{key}={value}", changed))
-    return tuple(rows)
+                changes[f"{key}={value}"] = changed
+    return {f"as it is{': ' if same else ''}{', '.join(same)}": base, **changes}
 
 
 def _changed(base: JobSpec, key: str, value: str, levels: Sequence[str]) -> JobSpec:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events.recoveries import TIERS
+from tiercheck_cli.events import TIERS
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, check_named, job_and_nodes
 from tiercheck_cli.simulate.assumptions import (
@@ -24,8 +24,8 @@ from tiercheck_cli.simulate.assumptions import (
     settings,
     store_only,
 )
-from tiercheck_cli.simulate.measured import jobs_in
 from tiercheck_cli.simulate.play import Simulation, play
+from tiercheck_cli.simulate.scenario import jobs_in
 from tiercheck_cli.terminal import (
     TIER_COLOURS,
     Context,
@@ -105,12 +105,12 @@ def simulate(
     )
     results = []
     with progress_bar() as progress:
-        for row in settings(layout.spec, compare or [], layout.topology.level_names):
-            described = scenario(layout, row.spec, assumed)
-            task = progress.add_task(row.name, total=runs)
+        for name, spec in settings(layout.spec, compare or [], layout.topology.level_names).items():
+            described = scenario(layout, spec, assumed)
+            task = progress.add_task(name, total=runs)
             tick = partial(progress.advance, task)
             simulation = play(described, days=days, runs=runs, seed=seed, tick=tick)
-            results.append(Result(row.name, described.placement, simulation))
+            results.append(Result(name, described.placement, simulation))
     every = layout.spec.remote_every
     formula = (every, store_only(layout, assumed, every)) if every else None
     if output is not Output.TABLE:
@@ -177,7 +177,7 @@ def screen(
     days = results[0].simulation.days
     runs = len(results[0].simulation.runs)
     failures = assumed.failures_per_day(layout.sites, layout.topology)
-    parts: list[RenderableType] = [
+    return Group(
         Text.assemble(
             (layout.name, "bold"),
             f": {plural(len(layout.sites), 'worker')} on {plural(nodes, 'node')}, {runs} lives of "
@@ -191,15 +191,15 @@ def screen(
         *([Text()] if assumed.measured else []),
         Text("assumed", style="dim"),
         *(_item(sentence) for sentence in assumed.sources),
-        *([_item(f"* {_store_only(formula[0])}")] if formula is not None else []),
+        *([_item(_STORE_ONLY.format(every=formula[0]))] if formula is not None else []),
         *(_item(remark, "yellow") for remark in layout.remarks),
-    ]
-    return Group(*parts)
+    )
 
 
-def _store_only(every: int) -> str:
-    what = f"a version every {every:,} steps in the store and nothing in memory"
-    return f"{what}, by Daly's formula (FGCS 22(3), 2006)"
+_STORE_ONLY = (
+    "* a version every {every:,} steps in the store and nothing in memory, by Daly's formula "
+    "(FGCS 22(3), 2006)"
+)
 
 
 def _item(sentence: str, style: str = "dim") -> Padding:

@@ -1,10 +1,18 @@
-"""Holds what a simulation is played with: places, protection, failures and the time of the way back."""
+"""Holds what a simulation is played with, and takes its times from recoveries that statuses tell of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
 
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Tier
+from tiercheck_cli.events import recoveries
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.layout import documents
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
@@ -116,3 +124,211 @@ class Scenario:
             if domain is not None:
                 found.setdefault(domain, []).append(site.worker)
         return {domain: tuple(sorted(found[domain])) for domain in sorted(found)}
+
+
+NODE, DOMAIN, ALL = "node", "domain", "all"
+"""Kinds whose name in a simulation is a topology level's; ALL are all pods at once."""
+
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    PROCESS: ("TrainerCrash", "OOMKilled"),
+    POD: (
+        "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "Stuck",
+        "HealthCheckFailed", "StorageExceeded",
+    ),
+    NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
+    DOMAIN: ("DomainLost",),
+    ALL: ("AllPodsLost",),
+}  # fmt: skip
+"""Of a status, by kind."""
+_KINDS = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
+KINDS = tuple(CAUSES)
+"""From the smallest loss to the largest. Hangs, rollbacks and restores that failed on the way are of none:
+how long those take is decided by limits that the job sets."""
+_ALIKE: Mapping[str, tuple[str, ...]] = {
+    PROCESS: (),
+    POD: (NODE, DOMAIN, ALL),
+    NODE: (POD, DOMAIN, ALL),
+    DOMAIN: (NODE, POD, ALL),
+    ALL: (DOMAIN, NODE, POD),
+}
+"""Whose pods come back as those of each kind do, the likest first."""
+_SILENT_LIKE: Mapping[str, str] = {DOMAIN: NODE, NODE: DOMAIN, ALL: DOMAIN}
+"""What is noticed as each kind is."""
+
+
+@dataclass(frozen=True)
+class MeasuredRecovery:
+    """One that a status tells of. Seconds."""
+
+    kind: str
+    tier: Tier | None
+    """The farthest that any rank needed; None: from scratch."""
+    detect: float
+    restore: float
+    """With the wait for new pods, where some were lost."""
+    restart: float
+    """Up to the beginning of the first new step."""
+    spared: bool = False
+    """The job keeps spares, so lost pods had a successor at once."""
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What recoveries were like."""
+
+    times: RecoveryTimes
+    """By `KINDS`; `for_levels` gives them a simulation's names."""
+    counts: Mapping[str, int]
+    """Recoveries by kind."""
+    derived: tuple[str, ...]
+    """Where each part is from that none of the recoveries tells, as sentences."""
+
+    def for_levels(self, levels: Sequence[str]) -> RecoveryTimes:
+        """`levels`: names of a topology's, from the widest to the single node."""
+        kinds = self.times.kinds
+        named = {PROCESS: kinds[PROCESS], POD: kinds[POD], ALL: kinds[ALL]}
+        named |= dict.fromkeys(levels[:-1], kinds[DOMAIN])
+        return replace(self.times, kinds=named | {levels[-1]: kinds[NODE]})
+
+
+def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Of `kubectl get tcj -o json` (or yaml), one job or a list in each file. Raises CannotDo."""
+    found: list[Mapping[str, Any]] = []
+    for path in paths:
+        before = len(found)
+        for document in documents(path):
+            items = document.get("items")
+            entries = items if isinstance(items, list) else [document]
+            found += [each for each in entries if isinstance(each, dict) and each.get("kind") == names.KIND]
+        if len(found) == before:
+            raise CannotDo(f"{path} holds no {names.KIND}; make it with: kubectl get tcj -o json", USAGE)
+    return found
+
+
+def times_of(
+    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, Any], topology: Topology
+) -> tuple[RecoveryTimes, tuple[str, ...]]:
+    """(the times, where they are from, as sentences). No sentence: no job tells of a recovery, and they are
+    the usual ones. `said`: parts that are the same for every kind of failure, whatever was measured.
+    """
+    told = measured_recoveries(jobs)
+    if not told:
+        return usual.changed(lambda each: replace(each, **said)), ()
+    found = measure(told, usual)
+    times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **said))
+    whose = ", ".join(dict.fromkeys(str((job.get("metadata") or {}).get("name") or "a job") for job in jobs))
+    count = len(told)
+    lines = [
+        f"{count} recover{'y' if count == 1 else 'ies'} of {whose} (means; all of it stands for this size)"
+    ]
+    for kind, number in found.counts.items():
+        own = found.times.kinds[kind]
+        wait = "" if kind == PROCESS else f", a successor after {own.replace:.1f} s"
+        lines.append(
+            f"{number} x {kind}: noticed after {own.detect:.1f} s{wait}, the first step {own.restart:.1f} s "
+            "after the state"
+        )
+    restore = times.restore
+    lines.append(
+        f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
+        f"{restore.remote:.3g} s from the remote tier"
+    )
+    assumed = ", ".join(f"{key} {value:g} s" for key, value in said.items())
+    return times, (*lines, *found.derived, *([f"assumed: {assumed}"] if assumed else []))
+
+
+def measured_recoveries(jobs: Iterable[Any]) -> tuple[MeasuredRecovery, ...]:
+    """Of jobs as the API gives them. A job that makes no sense is left out."""
+    found: list[MeasuredRecovery] = []
+    for job in jobs:
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            found += _read(job)
+    return tuple(found)
+
+
+def _read(job: Mapping[str, Any]) -> list[MeasuredRecovery]:
+    status, spec = job["status"], job.get("spec") or {}
+    step = max(0.0, float((status.get("progress") or {}).get("stepSeconds") or 0.0))
+    spared = bool((status.get("spares") or {}).get("wanted") or spec.get("spares"))
+    return [
+        MeasuredRecovery(
+            _KINDS[each.cause], each.farthest, each.detect, each.restore, max(0.0, each.start - step), spared
+        )
+        for each in recoveries(job)
+        if each.cause in _KINDS
+        and each.total
+        and all(0 <= span < 1e9 for span in (each.detect, each.restore, each.total))
+    ]
+
+
+def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
+    """Means over the recoveries of each kind; `usual` where there are none to tell."""
+    by_kind = {kind: [each for each in told if each.kind == kind] for kind in KINDS}
+    derived: list[str] = []
+    in_place = [each.restore for each in by_kind[PROCESS] if each.tier is Tier.LOCAL]
+    local = fmean(in_place) if in_place else usual.restore.local
+    if not in_place:
+        derived.append(f"restore from own memory: {local:.3g} s, assumed")
+    # A peer's copy has a way to go; no longer than the shortest restore from a peer that was seen.
+    carried = max(0.0, usual.restore.peer - usual.restore.local)
+    peer = min([local + carried, *(each.restore for each in told if each.tier is Tier.PEER)])
+    waits = {
+        (kind, spared): fmean(found)
+        for kind in KINDS[1:]
+        for spared in (False, True)
+        if (found := _waits(by_kind[kind], spared, local, peer))
+    }
+    remote = usual.restore.remote
+    far = [
+        max(local, each.restore - _wait(each.kind, each.spared, waits))
+        for each in told
+        if each.tier is Tier.REMOTE
+    ]
+    if far:
+        remote = fmean(far)
+    else:
+        derived.append(f"restore from the remote tier: {remote:.3g} s, assumed")
+    kinds = {}
+    for kind in KINDS:
+        own = by_kind[kind]
+        like = next((each for each in (kind, *_ALIKE[kind]) if by_kind[each]), None)
+        restart = fmean(each.restart for each in by_kind[like]) if like else usual.restart
+        noticed = own or by_kind.get(_SILENT_LIKE.get(kind, ""), [])
+        detect = fmean(each.detect for each in noticed) if noticed else usual.detect
+        successor = _wait(kind, False, waits, usual.replace)
+        kinds[kind] = replace(
+            usual,
+            detect=detect,
+            restart=restart,
+            restore=RestoreSeconds(local, peer, remote),
+            replace=successor,
+            spare=min(successor, _wait(kind, True, waits, usual.spare)),
+            kinds={},
+        )
+        if not own:
+            first = f"noticed after {detect:.3g} s, {'as there' if noticed else 'assumed'}"
+            derived.append(f"{kind}: as for {like}; {first}" if like else f"{kind}: assumed")
+    if not any((kind, False) in waits for kind in KINDS):
+        derived.append(f"a lost pod's successor: {usual.replace:.3g} s, assumed")
+    if waits:
+        derived.append(
+            f"of a restore with a lost pod, {peer:.3g} s are taken for the state, the rest for its successor"
+        )
+    times = replace(kinds[NODE], kinds=kinds)
+    return MeasuredTimes(
+        times, {kind: len(found) for kind, found in by_kind.items() if found}, tuple(derived)
+    )
+
+
+def _waits(found: Sequence[MeasuredRecovery], spared: bool, local: float, peer: float) -> list[float]:
+    """For successors, as far as a restore from memory tells."""
+    taken = {Tier.LOCAL: local, Tier.PEER: peer}
+    return [
+        max(0.0, each.restore - taken[each.tier])
+        for each in found
+        if each.spared is spared and each.tier in taken and each.tier is not None
+    ]
+
+
+def _wait(kind: str, spared: bool, waits: Mapping[tuple[str, bool], float], otherwise: float = 0.0) -> float:
+    return next((waits[each, spared] for each in (kind, *_ALIKE[kind]) if (each, spared) in waits), otherwise)

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
+from tiercheck_cli.events import EXACT_WORDS, PastRecovery
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import levels_in, node_labels, planned_spec
 from tiercheck_cli.status.view import (

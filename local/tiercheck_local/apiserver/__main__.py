@@ -19,8 +19,7 @@ from aiohttp import web
 
 from tiercheck_local.apiserver.http.server import application
 from tiercheck_local.apiserver.store.storage import ObjectStorage
-from tiercheck_local.controlplane.lifetime import die_with_parent
-from tiercheck_local.controlplane.planes import write_kubeconfig
+from tiercheck_local.controlplane import die_with_parent, write_kubeconfig
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 
 _LIFETIME = datetime.timedelta(days=365)

@@ -12,20 +12,18 @@ import os
 from pathlib import Path
 
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
-from tiercheck_local import markers
+from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client
-from tiercheck_local.controllers.disruption import Disruption
+from tiercheck_local.controllers.disruption import Disruption, NodeLifecycle
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
-from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
-from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.agent import LEASE_NAMESPACE
 
 
 async def serve(kubeconfig: Path, grace: float) -> bool:
     """Until it is told to stop; whether that was because whoever started it is gone."""
     async with Client.of(kubeconfig) as client:
-        return await lifetime.run_until_told(_control(client, grace))
+        return await controlplane.run_until_told(_control(client, grace))
 
 
 async def _control(client: Client, grace: float) -> None:
@@ -38,9 +36,8 @@ async def _control(client: Client, grace: float) -> None:
                 garbage.wake()
 
         def synced() -> None:
-            scheduler.wake()
-            garbage.wake()
-            disruption.wake()
+            for controller in (scheduler, garbage, disruption):
+                controller.wake()
 
         def dependent_changed(*_: object) -> None:
             garbage.wake()

@@ -1,11 +1,154 @@
-"""Keeps the status of PodDisruptionBudgets, without which the API server refuses evictions."""
+"""Declares nodes unreachable, evicts their pods, and keeps the status of disruption budgets."""
 
 from __future__ import annotations
 
-from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tiercheck_cli.api_server import DISRUPTION_BUDGETS, NODES, PODS, Object
+from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_local.controllers.scheduler import is_finished, ready_status
+from tiercheck_local.controllers.scheduler import is_finished, ready_status, toleration
+from tiercheck_operator.model.status import parse_time
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE = "node.kubernetes.io/unreachable"
+NOT_READY = "node.kubernetes.io/not-ready"
+"""The API server puts it on every new node."""
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+
+
+# A lease's age is measured from when its last change was seen here, never from its time stamp: clocks may
+# differ. If this process itself was held up, every lease gets a new start.
+class NodeLifecycle:
+    """`grace`: seconds without renewal until a node is unreachable. `run` never ends."""
+
+    def __init__(self, client: Client, nodes: Cache, pods: Cache, grace: float) -> None:
+        self._client, self._nodes, self._pods, self._grace = client, nodes, pods, grace
+        self._renewed: dict[str, tuple[str, float]] = {}
+
+    def lease_changed(self, kind: str, lease: Object) -> None:
+        name, renewal = lease["metadata"]["name"], lease["spec"].get("renewTime", "")
+        if kind == "DELETED":
+            self._renewed.pop(name, None)
+        elif self._renewed.get(name, ("", 0.0))[0] != renewal:
+            self._renewed[name] = (renewal, time.monotonic())
+
+    async def run(self) -> None:
+        tick = self._grace / 8
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            held_up = time.monotonic() - looked - tick
+            looked = time.monotonic()
+            if held_up > self._grace / 4:
+                self._renewed = {name: (renewal, looked) for name, (renewal, _) in self._renewed.items()}
+            for node in list(self._nodes.objects.values()):
+                await attempt(f"node {node['metadata']['name']}", self._judge(node))
+
+    async def _judge(self, node: Object) -> None:
+        name = node["metadata"]["name"]
+        _, seen = self._renewed.setdefault(name, ("", time.monotonic()))
+        late = time.monotonic() - seen > self._grace
+        ready = ready_status(node)
+        taints = {taint["key"] for taint in node["spec"].get("taints") or []}
+        if late and ready != "Unknown":
+            log.warning("node %s has not renewed its lease for %.1f s", name, self._grace)
+            await self._declare_unknown(node)
+        if late and UNREACHABLE not in taints:
+            await self._taint(node)
+        if not late and ready == "True" and taints & {UNREACHABLE, NOT_READY}:
+            log.info("node %s is ready", name)
+            await self._untaint(node)
+        if late:
+            await self._doubt_pods(name)
+        await self._evict(node)
+
+    async def _declare_unknown(self, node: Object) -> None:
+        now = clock.timestamp()
+        unknown = {
+            "type": "Ready",
+            "status": "Unknown",
+            "reason": "NodeStatusUnknown",
+            "message": "the node's agent stopped renewing its lease",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        others = [c for c in (node.get("status") or {}).get("conditions") or [] if c["type"] != "Ready"]
+        await self._patch_node(node, {"status": {"conditions": [*others, unknown]}}, "status")
+
+    async def _taint(self, node: Object) -> None:
+        added = [
+            {"key": UNREACHABLE, "effect": effect, "timeAdded": clock.timestamp()}
+            for effect in ("NoSchedule", "NoExecute")
+        ]
+        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] != UNREACHABLE]
+        await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
+
+    async def _untaint(self, node: Object) -> None:
+        kept = [
+            taint
+            for taint in node["spec"].get("taints") or []
+            if taint["key"] not in {UNREACHABLE, NOT_READY}
+        ]
+        await self._patch_node(node, {"spec": {"taints": kept or None}})
+
+    async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
+        changed = await self._client.patch_as_read(NODES, node, patch, subresource=subresource)
+        if changed is not None and changed["metadata"]["uid"] in self._nodes.objects:
+            self._nodes.objects[changed["metadata"]["uid"]] = changed
+            node.clear()
+            node.update(changed)
+
+    async def _doubt_pods(self, node: str) -> None:
+        """Nobody can say that they are still ready."""
+        for pod in list(self._pods.objects.values()):
+            if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
+                continue
+            doubted = [
+                {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": clock.timestamp()}
+                if c["type"] == "Ready"
+                else c
+                for c in pod["status"]["conditions"]
+            ]
+            change = {"status": {"conditions": doubted}}
+            await self._client.patch_as_read(PODS, pod, change, subresource="status")
+
+    async def _evict(self, node: Object) -> None:
+        """Pods that tolerate a NoExecute taint no longer are deleted; of a node out of service by force."""
+        taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
+        if not taints:
+            return
+        by_force = any(taint["key"] == OUT_OF_SERVICE for taint in taints)
+        for pod in list(self._pods.objects.values()):
+            if pod["spec"].get("nodeName") != node["metadata"]["name"]:
+                continue
+            metadata = pod["metadata"]
+            if by_force and metadata.get("deletionTimestamp"):
+                await self._client.delete_as_read(PODS, pod, grace=0)
+            elif (
+                not metadata.get("deletionTimestamp")
+                and not is_finished(pod)
+                and _patience_is_over(pod, taints)
+            ):
+                log.info("pod %s/%s: its toleration is over", metadata["namespace"], metadata["name"])
+                await self._client.delete_as_read(PODS, pod)
+
+
+def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
+    for taint in taints:
+        found = toleration(pod, taint)
+        if found is None:
+            return True
+        seconds, since = found.get("tolerationSeconds"), parse_time(taint.get("timeAdded"))
+        if seconds is not None and since is not None and time.time() - since > seconds:
+            return True
+    return False
 
 
 class Disruption(WokenController):

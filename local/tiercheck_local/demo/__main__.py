@@ -18,12 +18,19 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo import job as demo_job
-from tiercheck_local.demo.job import ObjectStore
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
 from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
 from tiercheck_local.demo.scenario import Live, Story, StoryFailed
-from tiercheck_local.demo.stage import FAILURES, LaptopStage
+from tiercheck_local.demo.stage import (
+    FAILURES,
+    NAME,
+    NAMESPACE,
+    WORKERS,
+    LaptopStage,
+    ObjectStore,
+    credentials,
+    job,
+)
 from tiercheck_local.demo.training_log import ReferenceFailed, TrainingLog, compare, run_uninterrupted
 from tiercheck_local.nodespec import NodeSpec
 
@@ -72,10 +79,10 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     ):
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
-        stage = LaptopStage(cluster, demo_job.NAMESPACE, demo_job.NAME)
-        log = TrainingLog(cluster.logs, f"{demo_job.NAME}-0-*/trainer.log")
-        cluster.apply(demo_job.credentials())
-        cluster.apply(demo_job.job(command, store.endpoint, store.bucket))
+        stage = LaptopStage(cluster, NAMESPACE, NAME)
+        log = TrainingLog(cluster.logs, f"{NAME}-0-*/trainer.log")
+        cluster.apply(credentials())
+        cluster.apply(job(command, store.endpoint, store.bucket))
         with Live(console, STEPS, log) as live:
             record = _tell(stage, log, live, started, [sys.executable, *command[1:]])
         _show(console, record, report)
@@ -86,7 +93,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
 
 
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
-    workers = demo_job.WORKERS
+    workers = WORKERS
     story = Story(stage, log, workers, live)
     faults = []
     for number, failure in enumerate(FAILURES):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiercheck_local import controlplane
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.controlplane import lifetime
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,14 @@ def run_uninterrupted(
                 # In a folder of its own: whatever the command saves is found by nobody.
                 environment = _environment(rank, ranks, port)
                 processes.append(
-                    lifetime.start(command, directory / "out.log", environment, folder=directory)
+                    controlplane.start_child(command, directory / "out.log", environment, folder=directory)
                 )
             log = TrainingLog(logs, "rank-0/out.log")
             _follow_processes(processes, log, deadline, on_step, logs)
             return log.steps, log.digest
         finally:
             for process in processes:
-                lifetime.stop(process)
+                controlplane.stop_child(process)
 
 
 def _follow_processes(
@@ -204,7 +204,7 @@ def _follow_processes(
             why = "it took too long"
             if failed is not None:
                 why = f"rank {failed} exited with {processes[failed].returncode}"
-            tail = lifetime.tail(logs / f"rank-{failed or 0}" / "out.log")
+            tail = controlplane.tail_of(logs / f"rank-{failed or 0}" / "out.log")
             raise ReferenceFailed(f"the uninterrupted run failed: {why}\n{tail}")
         time.sleep(0.2)
     for step in log.poll():

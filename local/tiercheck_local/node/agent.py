@@ -21,10 +21,9 @@ from typing import Any
 
 from tiercheck.protocol.encoding import from_json
 from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, PODS, Listing, RequestFailed
-from tiercheck_local import clock, markers
+from tiercheck_local import clock, controlplane, markers
 from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduler import ready_status
-from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.pod import Pod, Settings
 from tiercheck_operator.model.status import parse_time
 
@@ -200,7 +199,7 @@ class Agent:
         try:
             registration = Registration(self._client, self._settings)
             pods = Cache(self._client, PODS, self._see, fields=f"spec.nodeName={self._settings.name}")
-            await lifetime.run_until_told(registration.run(), pods.run())
+            await controlplane.run_until_told(registration.run(), pods.run())
         finally:
             self._clear_node()
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck_cli.api_server import PODS
-from tiercheck_local import clock, links, markers
+from tiercheck_local import clock, markers
 from tiercheck_local.client import Client
-from tiercheck_local.node import environment, volumes
+from tiercheck_local.node import environment
 from tiercheck_local.node.container import (
     HOLD,
     NO_IMAGE,
@@ -24,10 +24,9 @@ from tiercheck_local.node.container import (
     ContainerKind,
     ContainerRecipe,
 )
-from tiercheck_local.node.environment import BadReference, PodFacts
+from tiercheck_local.node.environment import BadReference, PathTranslation, PodFacts, Roots
 from tiercheck_local.node.process import FIRST_BACK_OFF, BackOff, base_environment
 from tiercheck_local.node.status import PodSituation, Publisher, pod_status
-from tiercheck_local.node.volumes import PathTranslation, Roots
 from tiercheck_local.nodespec import NodeSpec
 
 Object = Mapping[str, Any]
@@ -227,7 +226,7 @@ class Pod:
             try:
                 self._refuse_missing_images()
                 lookup = await environment.fetch_references(self._client, self.manifest)
-                folders = volumes.prepare(self._facts, self._settings.roots, lookup)
+                folders = environment.prepare(self._facts, self._settings.roots, lookup)
                 return {
                     container.name: self._recipe(container, folders, lookup) for container in self._containers
                 }
@@ -252,7 +251,7 @@ class Pod:
         home.mkdir(parents=True, exist_ok=True)
         last_words = home / "termination-log"
         path_of_last_words = container.spec.get("terminationMessagePath") or "/dev/termination-log"
-        mounts = volumes.mounts(container.spec, folders)
+        mounts = environment.mounts(container.spec, folders)
         translate = PathTranslation(
             {**self._settings.image_paths, path_of_last_words: str(last_words), **mounts}
         )
@@ -274,7 +273,7 @@ class Pod:
             )
         directory = Path(self._settings.directory)
         logs = directory / "logs" / self.name / f"{container.name}.log"
-        env = links.hooked_environment(env, self._settings.cuts)
+        env = markers.hooked_environment(env, self._settings.cuts)
         if self._settings.failpoints is not None:
             env[ENV_FAILPOINTS] = f"{self._settings.failpoints}/{self.name}.{container.name}"
         oom = logs.with_suffix(OUT_OF_MEMORY)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.cli.commands_run import run
+from tests.cli.shown import run
 from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli import recorded
-from tests.cli.commands_run import run
-from tests.cli.fake_cluster import FakeCluster
+from tests.cli.shown import FakeCluster, run
 from tiercheck_cli.cluster import Cluster
 
 PLACE = ("-n", "ml", "--remote")

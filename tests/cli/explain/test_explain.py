@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.cli import recorded
-from tests.cli.fake_cluster import FakeCluster
-from tests.cli.golden import matches, rendered
+from tests.cli.shown import FakeCluster, matches, rendered
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events import PastRecovery, recoveries
 from tiercheck_cli.explain.command import what_if_screen, why_screen
 from tiercheck_cli.explain.what_if import (
     AssumedFailure,
@@ -23,8 +22,7 @@ from tiercheck_cli.explain.what_if import (
     losses,
 )
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import layout_of, plan_layout
+from tiercheck_cli.layout import layout_of, made_up_nodes, plan_layout, read_job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli import recorded
-from tests.cli.fake_cluster import FakeCluster
-from tests.cli.golden import matches, rendered
+from tests.cli.shown import FakeCluster, matches, rendered
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
+from tiercheck_cli.layout import JobLayout, layout_of, made_up_nodes, plan_layout, read_job, read_nodes
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, links, screen
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.simulate.measured import CAUSES, KINDS, measure, measured_recoveries
-from tiercheck_cli.simulate.scenario import RecoveryTimes
+from tiercheck_cli.simulate.scenario import CAUSES, KINDS, RecoveryTimes, measure, measured_recoveries
 from tiercheck_operator.model.conditions import Cause
 
 USUAL = RecoveryTimes()

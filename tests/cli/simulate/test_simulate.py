@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.commands_run import run
+from tests.cli.shown import run
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import plan_layout, planned_spec
+from tiercheck_cli.layout import made_up_nodes, plan_layout, planned_spec, read_job
 from tiercheck_cli.simulate.assumptions import published_failures, settings, shared_domain_rate
 from tiercheck_operator.model.spec import JobSpec
 
@@ -180,17 +179,9 @@ def test_moves_of_pods_are_failures_of_one_pod_each() -> None:
 
 def test_one_thing_is_changed_at_a_time() -> None:
     rows = settings(base(), ["copies=0,1 parity=4+1", "remote=none", "deltas=off"])
-    assert [row.name for row in rows] == [
-        "as it is: copies=1",
-        "copies=0",
-        "parity=4+1",
-        "remote=none",
-        "deltas=off",
-    ]
-    assert rows[2].spec.parity == (4, 1)
-    assert rows[2].spec.copies == 0
-    assert rows[3].spec.copies == 1
-    assert rows[3].spec.remote_every is None
+    assert list(rows) == ["as it is: copies=1", "copies=0", "parity=4+1", "remote=none", "deltas=off"]
+    assert (rows["parity=4+1"].parity, rows["parity=4+1"].copies) == ((4, 1), 0)
+    assert (rows["remote=none"].copies, rows["remote=none"].remote_every) == (1, None)
 
 
 @pytest.mark.parametrize(

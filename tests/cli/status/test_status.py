@@ -1,15 +1,19 @@
-"""`status` fits on one screen and says what a person has to know and do."""
+"""The status screen says how a job is, and the troubleshooting guide explains each reason."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from tests.cli import recorded
-from tests.cli.golden import matches, rendered
-from tiercheck_cli import guide
+from tests.cli.shown import matches, rendered
 from tiercheck_cli.status.command import jobs_table, screen
-from tiercheck_cli.status.view import StatusView, status_view, worker_views
+from tiercheck_cli.status.view import StatusView, find_entry, status_view, worker_views
+from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.topology import PRESETS, Topology
+from tiercheck_sidecar.remote.errors import Reason
 
 
 def view(wide: bool = True) -> StatusView:
@@ -62,7 +66,7 @@ def test_a_job_that_the_operator_has_not_seen_is_shown_too() -> None:
 
 def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide() -> None:
     (attention,) = view().attention
-    entry = guide.entry("RemoteForbidden")
+    entry = find_entry("RemoteForbidden")
     assert entry is not None
     assert attention.reason == "RemoteForbidden"
     assert attention.advice == entry.advice
@@ -179,7 +183,56 @@ def test_tiers_that_a_job_lacks_are_not_waited_for_and_no_advice_counts_on_them(
     ],
 )  # fmt: skip
 def test_command_in_an_advice_names_namespace_and_pod(message: str, which: str) -> None:
-    entry = guide.entry("SidecarNotAnswering")
+    entry = find_entry("SidecarNotAnswering")
     assert entry is not None
     advice = entry.advise("team-a", "gpt", message, remote=True)
     assert f"kubectl logs -n team-a {which} -c tiercheck-sidecar" in advice
+
+
+ROOT = Path(__file__).parents[3]
+GUIDE = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
+CONDITIONS, _, _ = GUIDE.partition("\n## Events\n")
+TYPES = {
+    "Placed",
+    "Protected",
+    "DeltasActive",
+    "SparesReady",
+    "FullSize",
+    "Throttled",
+    "RemoteSafe",
+    "Exact",
+    "Evictable",
+    "Restoring",
+    "Running",
+    "Suspended",
+    "Completed",
+    "Failed",
+}
+
+OF_CONDITIONS = {value for name, value in vars(conditions).items() if name.isupper()} - TYPES
+OF_SIDECARS = {f"Remote{reason.value}" for reason in Reason} | set(
+    re.findall(
+        r'\.problem\(\s*"(\w+)"',
+        "".join(path.read_text() for path in (ROOT / "sidecar" / "tiercheck_sidecar").rglob("*.py")),
+    )
+)
+EXPLAINED = {
+    item.group(1): (item.group(2).strip(), (item.group(3) or "Nothing.").strip())
+    for item in re.finditer(
+        r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", CONDITIONS, re.MULTILINE | re.DOTALL
+    )
+}
+
+
+@pytest.mark.parametrize("reason", sorted(OF_CONDITIONS | OF_SIDECARS))
+def test_every_reason_is_explained_with_what_to_do(reason: str) -> None:
+    assert reason in EXPLAINED, f"docs/operate/troubleshooting.md does not explain {reason}"
+    meaning, advice = EXPLAINED[reason]
+    assert meaning.endswith(".")
+    assert advice.endswith(".")
+    assert find_entry(reason) is not None
+
+
+def test_nothing_is_explained_that_cannot_happen() -> None:
+    assert len(EXPLAINED) > 30
+    assert set(EXPLAINED) <= OF_CONDITIONS | OF_SIDECARS

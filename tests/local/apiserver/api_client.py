@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pytest
 import urllib3
+import yaml
 
 from tests.access import load
 
@@ -109,3 +112,55 @@ def _lines(answer: Any) -> Iterator[dict[str, Any]]:
         while b"\n" in rest:
             line, _, rest = rest.partition(b"\n")
             yield json.loads(line)
+
+
+HERE = Path(__file__).parent
+
+
+def define(api: Api, file: Path) -> None:
+    """Create the CRD in `file` (once) and wait until its resource is served."""
+    crd: dict[str, Any] = yaml.safe_load(file.read_text())
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    name, spec = crd["metadata"]["name"], crd["spec"]
+    if api.call("GET", f"{crds}/{name}")[0] == 404:
+        api.create(crds, crd)
+    version = spec["versions"][0]["name"]
+    path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
+    eventually(lambda: api.call("GET", path)[0] == 200, f"{name} is served")
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    """Returns the first true answer of `condition`; fails after DEADLINE seconds."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        if answer := condition():
+            return answer
+        time.sleep(0.05)
+    pytest.fail(f"still not so after {DEADLINE:.0f} s: {what}")
+
+
+def _metadata(name: str, labels: dict[str, str] | None) -> dict[str, Any]:
+    return {"name": name, **({"labels": labels} if labels else {})}
+
+
+def pod(name: str, labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    container = {"name": "main", "image": "example:1"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(name, labels),
+        "spec": {"containers": [container], **spec},
+    }
+
+
+def config_map(name: str, labels: dict[str, str] | None = None, **data: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(name, labels), "data": data}
+
+
+def widget(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "conformance.test/v1",
+        "kind": "Widget",
+        "metadata": {"name": name},
+        "spec": {"size": 3, **spec},
+    }

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.access import BOTH_SERVERS
-from tests.local.apiserver.api_client import Api
-from tests.local.apiserver.defining import HERE, define
-from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
+from tests.local.apiserver.api_client import HERE, Api, define
+from tiercheck_local.controlplane import ControlPlane, open_control_plane
 
 
 @pytest.fixture(scope="session", params=BOTH_SERVERS)

@@ -1,4 +1,4 @@
-"""What only the embedded server promises: a bounded memory of changes, and no life after its parent."""
+"""The embedded API server keeps to itself, ends with its parent, and carries an operator of kopf."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.access import load
-from tests.local.apiserver.api_client import Api
-from tests.local.apiserver.builders import config_map
-from tests.local.apiserver.defining import eventually
-from tiercheck_local.controlplane.planes import (
+from tests.local.apiserver.api_client import HERE, Api, config_map, eventually, widget
+from tiercheck_local.controlplane import (
+    ControlPlane,
     ControlPlaneFailed,
     EmbeddedControlPlane,
     open_control_plane,
@@ -55,7 +54,7 @@ def test_stopped_server_leaves_no_process(tmp_path: Path) -> None:
 
 def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from tiercheck_local.controlplane.planes import "
+        "import sys, time; from pathlib import Path; from tiercheck_local.controlplane import "
         "EmbeddedControlPlane;"
         "plane = EmbeddedControlPlane(Path(sys.argv[1])); plane.start(); print(plane._process.pid, "
         "flush=True); time.sleep(600)"
@@ -153,3 +152,50 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
     with EmbeddedControlPlane(tmp_path_factory.mktemp("plane")) as plane:
         assert plane.kubeconfig.stat().st_mode & 0o077 == 0, "the token is the owner's"
         yield Stranger(plane)
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, widgets_defined: None, namespace: str, tmp_path: Path) -> Iterator[Path]:
+    """The running operator; yields its log."""
+    log = tmp_path / "operator.log"
+    command = [
+        sys.executable,
+        "-m",
+        "kopf",
+        "run",
+        "--standalone",
+        "--namespace",
+        namespace,
+        str(HERE / "small_operator.py"),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "KUBECONFIG": str(plane.kubeconfig)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def test_operator_sees_changes_and_reports_status(api: Api, widgets: str, core: str, operator: Path) -> None:
+    api.create(widgets, widget("w"))
+
+    def observed(generation: int) -> bool:
+        return api.get(f"{widgets}/w").get("status", {}).get("observedGeneration") == generation
+
+    eventually(lambda: observed(1), f"creation is handled; see {operator}")
+    api.merge(f"{widgets}/w", {"spec": {"paused": True}})
+    eventually(lambda: observed(2), "the change is handled")
+    eventually(
+        lambda: "Observed" in {event["reason"] for event in api.get(f"{core}/events")["items"]},
+        "an event is posted",
+    )
+    assert api.get(f"{widgets}/w")["metadata"]["finalizers"] == ["conformance.test/kopf"]
+    api.delete(f"{widgets}/w")
+    eventually(lambda: api.call("GET", f"{widgets}/w")[0] == 404, "the finalizer is taken off")
+    assert "Traceback" not in operator.read_text()

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.local.apiserver.api_client import DEADLINE, Api
-from tests.local.apiserver.builders import config_map, pod, widget
-from tiercheck_local.controlplane.planes import ControlPlane
+from tests.local.apiserver.api_client import DEADLINE, Api, config_map, pod, widget
+from tiercheck_local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 

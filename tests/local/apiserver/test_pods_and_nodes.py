@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.apiserver.api_client import Api, Refused
-from tests.local.apiserver.builders import pod
+from tests.local.apiserver.api_client import Api, Refused, pod
 
 
 def bound_pod(api: Api, core: str, name: str = "p", **spec: Any) -> str:

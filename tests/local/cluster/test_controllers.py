@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.local.cluster.bench import Bench
-from tests.local.cluster.pod_builder import PodBuilder, reference
+from tests.local.cluster.bench import Bench, PodBuilder, reference
 from tiercheck_cli.api_server import CONFIG_MAPS, NODES, SECRETS, SERVICES
 
 pytestmark = pytest.mark.cluster

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.cluster.bench import Bench, condition
-from tests.local.cluster.pod_builder import PodBuilder
+from tests.local.cluster.bench import Bench, PodBuilder, condition
 from tiercheck_cli.api_server import NODES, PODS, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.cluster import NothingToHit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.cluster.pod_builder import PodBuilder
+from tests.local.cluster.bench import PodBuilder
 from tiercheck_cli.api_server import PODS
 from tiercheck_local import markers
 from tiercheck_local.cluster import LocalCluster

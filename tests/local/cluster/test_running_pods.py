@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.cluster.bench import Bench, condition
-from tests.local.cluster.pod_builder import PodBuilder
+from tests.local.cluster.bench import Bench, PodBuilder, condition
 from tiercheck_cli.api_server import PODS
 
 pytestmark = pytest.mark.cluster

@@ -1,13 +1,12 @@
-"""The report shows every fault with its numbers, and never interprets what a record says.
-
-It needs no network.
-"""
+"""The report shows what a run went through, and the verdict is never kinder than the evidence."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
+import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.local.demo.made_up_run import made_up_run
 from tiercheck_cli.terminal import short
 from tiercheck_local.demo.report import (
     HEADINGS,
@@ -27,8 +25,74 @@ from tiercheck_local.demo.report import (
     verdict_line,
     write_report,
 )
-from tiercheck_local.demo.result import FaultRecord, RunRecord
-from tiercheck_local.demo.training_log import RunVerdict
+from tiercheck_local.demo.result import FaultRecord, RunRecord, add_resumes, with_resumes
+from tiercheck_local.demo.training_log import Digest, RunVerdict, Step, TrainingLog, compare, parse
+
+_FAULTS = [
+    # name, what, target, at step, lost, detect, restore, start, tiers, sources
+    ("process", "a training process is killed", "training process of worker 1 (gpt-1-0)", 22, 2, 0.06, 0.4,
+    4.1,
+     {"local": 4}, ["own memory"] * 4),
+    ("pod", "a pod is evicted", "pod gpt-2-0 (worker 2)", 48, 3, 0.2, 3.2, 4.4,
+     {"local": 3, "peer": 1}, ["own memory", "own memory", "worker 0 (rack a)", "own memory"]),
+    ("node", "a node dies", "node b-2 with worker 3", 71, 1, 2.4, 3.9, 4.2,
+     {"local": 3, "peer": 1}, ["own memory", "own memory", "own memory", "worker 1 (rack a)"]),
+    ("rack", "a rack goes dark", "rack a: nodes a-1, a-2", 98, 3, 2.6, 4.8, 4.9,
+     {"local": 2, "peer": 2}, ["worker 2 (rack b)", "worker 3 (rack b)", "own memory", "own memory"]),
+    ("all pods", "every pod is lost at once", "all pods, with all memory", 127, 7, 0.5, 5.9, 5.0,
+     {"remote": 4}, ["S3"] * 4),
+]  # fmt: skip
+
+
+def loss_of(step: int) -> float:
+    """The same for the run and for the reference: equality is what the demonstration shows."""
+    return 2.2 + 3.4 * math.exp(-step / 38) + random.Random(step).uniform(-0.06, 0.06)
+
+
+def made_up_step(step: int, attempt: int, time: float) -> Step:
+    return Step(step, attempt, loss_of(step), loss_of(step).hex(), time)
+
+
+def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
+    """150 steps in about two minutes."""
+    started = now = 1_790_000_000.0
+    attempt, step = 1, 0
+    steps: list[Step] = []
+    faults: list[FaultRecord] = []
+    now += 9.0
+    pending = list(_FAULTS)
+    while step < total:
+        step += 1
+        now += step_seconds
+        steps.append(made_up_step(step, attempt, now))
+        if pending and step == pending[0][3]:
+            name, what, target, _, lost, detect, restore, start, tiers, sources = pending.pop(0)
+            injected = now + 0.1
+            attempt += 1
+            step -= lost
+            now = injected + detect + restore + start
+            faults.append(
+                FaultRecord(
+                    name, what, target, injected, injected + detect, injected + detect + restore,
+                    now + step_seconds,
+                    attempt, step, lost, dict(tiers), list(sources),
+                    reason=f"step {step} is the newest version that every rank can rebuild",
+                    exact="NotComparable" if "remote" in tiers else "Proven",
+                )
+            )  # fmt: skip
+    return RunRecord(
+        machine="2 cores, 24 GB, Linux",
+        started=started,
+        ended=now + 2.5,
+        nodes={"a-1": "rack a", "a-2": "rack a", "b-1": "rack b", "b-2": "rack b"},
+        steps=steps,
+        faults=faults,
+        reference=[made_up_step(number, 1, 0.0) for number in range(1, total + 1)],
+        digest=Digest(total, "9f2c" * 16),
+        reference_digest=Digest(total, "9f2c" * 16),
+        verdict=RunVerdict(True, "all losses are bitwise equal", trained_again=len(steps) - total),
+    )
+
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -226,3 +290,84 @@ def test_page_fits_a_phone_and_its_wide_parts_scroll_by_keyboard() -> None:
     assert html.count('<th scope="col">') == html.count("<th ") == len(HEADINGS)
     assert "<caption>" in html
     assert html.count('data-of="Steps lost"') == len(made_up_run().faults)
+
+
+def a_run(*losses: tuple[int, int, str]) -> list[Step]:
+    return [
+        Step(step, attempt, 1.0, loss, float(index)) for index, (step, attempt, loss) in enumerate(losses)
+    ]
+
+
+REFERENCE = a_run((1, 0, "0x1p+0"), (2, 0, "0x1p-1"), (3, 0, "0x1p-2"))
+DIGEST = Digest(3, "abc")
+
+
+def test_equal_only_with_every_loss_and_the_digest() -> None:
+    verdict = compare(REFERENCE, DIGEST, REFERENCE, DIGEST)
+    assert verdict.equal
+    assert "bitwise equal" in verdict.sentence
+
+
+def test_steps_trained_again_must_agree_too() -> None:
+    again = [*REFERENCE[:2], *a_run((2, 1, "0x1.8p-1"), (3, 1, "0x1p-2"))]
+    verdict = compare(again, DIGEST, REFERENCE, DIGEST)
+    assert not verdict.equal
+    assert verdict.first_difference == 2
+    assert verdict.trained_again == 1
+
+
+def test_a_missing_step_is_no_equality() -> None:
+    assert (
+        "step 2 was never trained"
+        in compare([REFERENCE[0], REFERENCE[2]], DIGEST, REFERENCE, DIGEST).sentence
+    )
+
+
+def test_a_missing_or_other_digest_is_no_equality() -> None:
+    assert not compare(REFERENCE, None, REFERENCE, DIGEST).equal
+    assert not compare(REFERENCE, Digest(3, "abd"), REFERENCE, DIGEST).equal
+
+
+def test_without_a_reference_there_is_no_equality() -> None:
+    assert not compare(REFERENCE, DIGEST, [], None).equal
+    assert not compare([], None, [], None).equal
+
+
+def test_the_log_survives_half_lines_noise_and_new_pods(tmp_path: Path) -> None:
+    first = tmp_path / "job-0-0" / "trainer.log"
+    first.parent.mkdir()
+    line = '{"step": 1, "attempt": 1, "rank": 0, "loss": 1.0, "loss_hex": "0x1p+0", "time": 1.0}\n'
+    first.write_text("Traceback: not ours\n" + line[:20])
+    log = TrainingLog(tmp_path, "job-0-*/trainer.log")
+    assert log.poll() == []
+    with first.open("a") as file:
+        file.write(line[20:])
+    assert [step.step for step in log.poll()] == [1]
+    second = tmp_path / "job-0-1" / "trainer.log"
+    second.parent.mkdir()
+    second.write_text(line.replace('"step": 1', '"step": 2').replace('"time": 1.0', '"time": 2.0'))
+    assert [step.step for step in log.poll()] == [2]
+    assert log.last is not None
+    assert log.last.step == 2
+
+
+def test_only_our_lines_are_read() -> None:
+    assert parse("{broken") is None
+    assert parse('{"other": 1}') is None
+    assert parse("plain") is None
+    assert parse('{"digest": "ab", "steps": 5}') == Digest(5, "ab")
+
+
+def test_one_resume_that_differs_is_no_equality_and_the_verdict_says_which() -> None:
+    verdict = compare(REFERENCE, DIGEST, REFERENCE, DIGEST)
+    faults = [
+        FaultRecord("node", "a node dies", "n", 1.0, 2.0, 3.0, 4.0, number, 5, 1, {}) for number in (2, 3)
+    ]
+    proven = {"exact": "Proven", "exactMessage": "1 step"}
+    told = with_resumes(faults, {2: proven, 3: {}})
+    assert [fault.exact for fault in told] == ["Proven", ""]
+    assert add_resumes(verdict, told) == verdict
+    told = with_resumes(faults, {2: proven, 3: {"exact": "Differs", "exactMessage": "attempt 3, loss 2.5"}})
+    found = add_resumes(verdict, told)
+    assert not found.equal
+    assert "attempt 3, loss 2.5" in found.sentence

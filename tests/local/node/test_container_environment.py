@@ -1,13 +1,24 @@
-"""A container's variables and command line are what a kubelet would make of the manifest."""
+"""A container finds the environment, the paths and the volumes that a kubelet would give it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tiercheck_local.node.environment import BadReference, PodFacts, command_line, environment, expand
+from tiercheck_local.node.environment import (
+    BadReference,
+    PathTranslation,
+    PodFacts,
+    Roots,
+    command_line,
+    environment,
+    expand,
+)
 
 POD = {
     "metadata": {
@@ -96,3 +107,90 @@ def test_command_needs_no_image_but_must_be_there() -> None:
 
 def test_expansion_leaves_shell_syntax_alone() -> None:
     assert expand("${HOME} $HOME $(HOME)", {"HOME": "/h"}) == "${HOME} $HOME /h"
+
+
+MOUNTS = {
+    "/tiercheck/memory": "/dev/shm/p",
+    "/tiercheck/run": "/tmp/r",
+    "/data": "/host/d",
+    "/data/sub": "/host/s",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/tiercheck/memory", "/dev/shm/p"),
+        ("/tiercheck/memory/slot-0", "/dev/shm/p/slot-0"),
+        ("--directory=/data", "--directory=/host/d"),
+        ("/tiercheck/run:/opt/lib:/data/x", "/tmp/r:/opt/lib:/host/d/x"),
+        ("echo x > /data/out; cat '/data/out'", "echo x > /host/d/out; cat '/host/d/out'"),
+        ("file:///data/x", "file:///host/d/x"),
+        ('{"path":"/data"}', '{"path":"/host/d"}'),
+        ("/data/sub/y /data/subway", "/host/s/y /host/d/subway"),
+        ("see /data.", "see /host/d."),
+    ],
+)
+def test_mount_path_is_replaced_wherever_it_begins_a_path(text: str, expected: str) -> None:
+    assert PathTranslation(MOUNTS)(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["/database", "/srv/data", "/data-2", "/data.bak", "./data", "data", "~/data", "/tiercheck"]
+)
+def test_what_only_looks_like_a_mount_path_stays(text: str) -> None:
+    assert PathTranslation(MOUNTS)(text) == text
+
+
+def test_without_mounts_nothing_changes() -> None:
+    assert PathTranslation({})("/data") == "/data"
+
+
+@given(st.text(alphabet="ab/:=. -", max_size=40))
+def test_text_without_mount_path_is_unchanged(text: str) -> None:
+    assert PathTranslation({"/mnt/volume": "/host"})(text) == text
+
+
+segment = st.text(alphabet="abcxyz0", min_size=1, max_size=6)
+
+
+@given(st.lists(st.lists(segment, max_size=3), min_size=1, max_size=4))
+def test_every_entry_of_a_path_list_is_translated(tails: list[list[str]]) -> None:
+    def joined(root: str) -> str:
+        return ":".join("/".join([root, *tail]) for tail in tails)
+
+    assert PathTranslation({"/mnt/v": "/host/v"})(joined("/mnt/v")) == joined("/host/v")
+
+
+@given(st.dictionaries(segment.map("/m/{}".format), segment.map("/m/{}".format), min_size=1, max_size=4))
+def test_result_is_not_translated_again(mounts: dict[str, str]) -> None:
+    translate = PathTranslation(mounts)
+    assert all(translate(path) == host for path, host in mounts.items())
+
+
+def roots(tmp_path: Path, node: str) -> Roots:
+    return Roots(memory=tmp_path / node, scratch=tmp_path / "scratch" / node, claims=tmp_path / "claims")
+
+
+def test_node_memory_is_each_nodes_own_and_gone_when_it_is_killed(tmp_path: Path) -> None:
+    one, other = roots(tmp_path, "one"), roots(tmp_path, "other")
+    for path in (Path("/dev/shm/tiercheck/job"), Path("/run/tiercheck/job")):
+        assert one.on_node(path) != other.on_node(path)
+        assert one.on_node(path).is_relative_to(one.memory)
+        one.on_node(path).mkdir(parents=True)
+    one.remove_all()
+    assert not one.on_node(Path("/run/tiercheck/job")).exists()
+
+
+def test_node_memory_outlives_the_pods_of_a_node(tmp_path: Path) -> None:
+    node = roots(tmp_path, "one")
+    folder = node.on_node(Path("/dev/shm/tiercheck/job"))
+    folder.mkdir(parents=True)
+    node.remove("0b0e1b9e-6ad5-4a43-9d0c-6b2c4d9f7a10")
+    assert folder.exists()
+
+
+def test_any_other_host_path_is_the_machines(tmp_path: Path) -> None:
+    node = roots(tmp_path, "one")
+    for path in (tmp_path / "store", Path("/srv/data"), Path("/dev/shmx"), Path("/running")):
+        assert node.on_node(path) == path

@@ -1,4 +1,4 @@
-"""Phase and conditions follow from the containers as Kubernetes defines them."""
+"""A pod has the status that its containers give it, and they start again as a kubelet would do it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tiercheck_local.node.process import BackOff, go_duration
 from tiercheck_local.node.status import PodSituation, pod_status
 
 NOW = "2026-01-02T03:04:05Z"
@@ -118,3 +119,21 @@ def test_init_containers_are_reported_in_the_manifests_order() -> None:
     status = pod_status(situation(Container("m", WAITING), inits=inits, initialized=False), {}, NOW)
     assert [entry["name"] for entry in status["initContainerStatuses"]] == ["b", "a", "c"]
     assert "[c]" in next(entry["message"] for entry in status["conditions"] if entry["type"] == "Initialized")
+
+
+def test_first_end_costs_nothing_and_every_further_one_twice_the_last_up_to_five_minutes() -> None:
+    container = BackOff()
+    assert [container.after(life=1.0) for _ in range(8)] == [0, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_life_of_more_than_ten_minutes_makes_the_next_end_the_first_again() -> None:
+    container = BackOff()
+    assert [container.after(life) for life in (1, 1, 599, 601, 1)] == [0, 10, 20, 0, 10]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.5, "500ms"), (10, "10s"), (40, "40s"), (80, "1m20s"), (160, "2m40s"), (300, "5m0s")],
+)
+def test_waits_are_written_as_kubelets_write_them(seconds: float, text: str) -> None:
+    assert go_duration(seconds) == text

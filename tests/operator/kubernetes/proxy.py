@@ -19,7 +19,7 @@ import yaml
 
 from tests.access import Access, load
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.controlplane.planes import write_kubeconfig
+from tiercheck_local.controlplane import write_kubeconfig
 
 _PASSED_ON = ("Accept", "Content-Type")
 

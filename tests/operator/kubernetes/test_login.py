@@ -25,7 +25,7 @@ from tests.operator.manifests.test_pod_manifest import make_job
 from tests.operator.test_operator_process import job
 from tiercheck.protocol import names
 from tiercheck.protocol.names import TLS_SERVER_NAME
-from tiercheck_local.controlplane.planes import write_kubeconfig
+from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator.kubernetes import object_reader
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue, issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube

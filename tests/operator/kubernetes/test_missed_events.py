@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.access import load
-from tests.cluster.replicas import Replica
+from tests.cluster.jobs import Replica
 from tests.operator.kubernetes.proxy import withholding
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.controlplane.lifetime import start
+from tiercheck_local.controlplane import start
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"

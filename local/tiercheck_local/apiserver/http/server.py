@@ -15,7 +15,7 @@ from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.http import discovery
 from tiercheck_local.apiserver.http.admission import admit_object
 from tiercheck_local.apiserver.http.requests import ApiCall, carry_out, selection
-from tiercheck_local.apiserver.http.wire import ResponseView, dump, view
+from tiercheck_local.apiserver.http.views import ResponseView, dump, view
 from tiercheck_local.apiserver.resources import Target, resolve
 from tiercheck_local.apiserver.store.objects import ApiObjects
 from tiercheck_local.apiserver.store.selectors import Predicate

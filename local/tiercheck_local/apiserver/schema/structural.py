@@ -166,15 +166,11 @@ def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCau
     bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
     if bits and not -(2**bits) <= value < 2**bits:
         yield _invalid(value, path, f"must be of type {schema['format']}")
-    if "minimum" in schema:
-        low, exclusive = schema["minimum"], schema.get("exclusiveMinimum")
-        if value < low or (exclusive and value == low):
-            why = f"should be greater than{'' if exclusive else ' or equal to'} {low}"
+    for bound, sign, word in (("Minimum", 1, "greater"), ("Maximum", -1, "less")):
+        limit, exclusive = schema.get(bound.lower()), schema.get(f"exclusive{bound}")
+        if limit is not None and (sign * value < sign * limit or (exclusive and value == limit)):
+            why = f"should be {word} than{'' if exclusive else ' or equal to'} {limit}"
             yield _invalid(value, path, why)
-    if "maximum" in schema:
-        high, exclusive = schema["maximum"], schema.get("exclusiveMaximum")
-        if value > high or (exclusive and value == high):
-            yield _invalid(value, path, f"should be less than{'' if exclusive else ' or equal to'} {high}")
     if schema.get("multipleOf") and value % schema["multipleOf"]:
         yield _invalid(value, path, f"should be a multiple of {schema['multipleOf']}")
 
@@ -214,12 +210,13 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCa
 def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
     for part in schema.get("allOf", ()):
         yield from _faults(value, part, path)
-    matching = [not any(_faults(value, part, path)) for part in schema.get("anyOf", ())]
-    if matching and not any(matching):
+    any_of, one_of = (
+        [not any(_faults(value, part, path)) for part in schema.get(word, ())] for word in ("anyOf", "oneOf")
+    )
+    if any_of and not any(any_of):
         yield _invalid("", path, "must validate at least one schema (anyOf)")
-    matching = [not any(_faults(value, part, path)) for part in schema.get("oneOf", ())]
-    if matching and sum(matching) != 1:
-        found = sum(matching) or "none"
+    if one_of and sum(one_of) != 1:
+        found = sum(one_of) or "none"
         yield _invalid("", path, f"must validate one and only one schema (oneOf). Found {found} valid")
     if "not" in schema and not any(_faults(value, schema["not"], path)):
         yield _invalid("", path, "must not validate the schema (not)")

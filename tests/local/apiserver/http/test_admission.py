@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.apiserver.api_client import Api, Refused
-from tests.local.apiserver.builders import config_map, pod
-from tests.local.apiserver.defining import eventually
+from tests.local.apiserver.api_client import Api, Refused, config_map, eventually, pod
 from tiercheck_operator.kubernetes.certificates import issue_pair
 
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.apiserver.api_client import Api, Refused
-from tests.local.apiserver.builders import widget
+from tests.local.apiserver.api_client import Api, Refused, widget
 
 
 def refusal(api: Api, path: str, body: dict[str, Any], **query: Any) -> str:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.apiserver.api_client import Api, Refused
-from tests.local.apiserver.builders import config_map, pod
+from tests.local.apiserver.api_client import Api, Refused, config_map, pod
 
 
 def test_new_object_gets_identity_and_version(api: Api, core: str) -> None:

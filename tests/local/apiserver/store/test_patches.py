@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.local.apiserver.api_client import Api, Refused
-from tests.local.apiserver.builders import config_map, widget
+from tests.local.apiserver.api_client import Api, Refused, config_map, widget
 
 
 @pytest.fixture

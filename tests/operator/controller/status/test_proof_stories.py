@@ -17,7 +17,7 @@ from tests.operator.world_in_memory import REMOTE, START, World, trained
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Problem, Proof
 from tiercheck.protocol.version import Version
-from tiercheck_local.controlplane.planes import write_kubeconfig
+from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator import metrics as metrics_module
 from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube

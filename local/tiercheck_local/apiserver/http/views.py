@@ -1,9 +1,11 @@
-"""Renders objects as the rows that `kubectl get` prints, custom ones as their CRD says."""
+"""How objects leave the server: as JSON, as a list, or as the rows that `kubectl get` prints."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -59,20 +61,13 @@ def age_of(timestamp: str | None, unset: str = "<unknown>") -> str:
     if not timestamp:
         return unset
     seconds = int((datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
-    if seconds < 120:
-        return f"{max(seconds, 0)}s"
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if minutes < 10:
-        return f"{minutes}m{seconds % 60}s" if seconds % 60 else f"{minutes}m"
-    if minutes < 180:
-        return f"{minutes}m"
-    if hours < 8:
-        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
-    if hours < 48:
-        return f"{hours}h"
-    if days < 8:
-        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
-    return f"{days}d"
+    for least, size, unit, exact, smaller, name in (
+        (172_800, 86_400, "d", 8, 3_600, "h"), (10_800, 3_600, "h", 8, 60, "m"), (120, 60, "m", 10, 1, "s"),
+    ):  # fmt: skip
+        if seconds >= least:
+            rest = seconds % size // smaller if seconds < exact * size else 0
+            return f"{seconds // size}{unit}{f'{rest}{name}' if rest else ''}"
+    return f"{max(seconds, 0)}s"
 
 
 _NAME = (
@@ -238,3 +233,64 @@ def _follow(value: Any, step: re.Match[str]) -> list[Any]:
         return items
     wanted = step["value"].strip("'\"")
     return [item for item in items if [str(x) for x in find(item, "." + step["key"])] == [wanted]]
+
+
+Shape = Callable[[Object], Object]
+
+
+def dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True)
+class ResponseView:
+    """What one client wants to see of one resource."""
+
+    resource: Resource
+    as_table: bool = False
+    include: str = "Metadata"
+
+    @property
+    def name(self) -> str:
+        """Equal for views that encode alike."""
+        return f"{self.resource.api_version}{self.as_table}{self.include}"
+
+    def one(self, value: Object, headers: bool = True) -> Object:
+        value = self._versioned(value)
+        if self.as_table:
+            return table(
+                self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers
+            )
+        return value
+
+    def many(self, values: list[Object], metadata: Object) -> Object:
+        values = [self._versioned(value) for value in values]
+        if self.as_table:
+            found = table(self.resource, values, metadata["resourceVersion"], self.include)
+            return {**found, "metadata": metadata}
+        items = values if self.resource.custom else [_bare(value) for value in values]
+        kind, version = self.resource.kind + "List", self.resource.api_version
+        return {"kind": kind, "apiVersion": version, "metadata": metadata, "items": items}
+
+    def _versioned(self, value: Object) -> Object:
+        if value.get("apiVersion") != self.resource.api_version:
+            return {**value, "apiVersion": self.resource.api_version}
+        return value
+
+
+def _bare(value: Object) -> Object:
+    """Items of built-in lists carry no kind, as the list says it."""
+    return {k: v for k, v in value.items() if k not in ("kind", "apiVersion")}
+
+
+def view(resource: Resource, accept: str, include: str) -> ResponseView:
+    """The first form in an Accept header that this server can write."""
+    for choice in accept.split(","):
+        words = [word.strip() for word in choice.split(";")]
+        if words[0] not in ("application/json", "*/*", "application/*", ""):
+            continue
+        if "as=Table" in words:
+            return ResponseView(resource, as_table=True, include=include or "Metadata")
+        if not any(word.startswith("as=") for word in words):
+            break
+    return ResponseView(resource)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.cli import recorded
 from tiercheck.redaction import redacted
-from tiercheck_cli.export.collect import clean
+from tiercheck_cli.export import clean
 
 SECRET = "hunter2-0f9a"
 

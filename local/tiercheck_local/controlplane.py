@@ -1,10 +1,13 @@
-"""Runs a control plane: the embedded API server, or etcd and kube-apiserver."""
+"""Runs a control plane that ends with its parent: the embedded one, or etcd and kube-apiserver."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import ctypes
 import os
 import secrets
+import signal
 import ssl
 import subprocess
 import sys
@@ -12,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +25,86 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.controlplane import lifetime
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the starting thread ends. Raises OSError."""
+    parent = os.getppid()
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)  # it ended before we asked
+
+
+def _in_child() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+async def run_until_told(*work: Coroutine[Any, Any, Any]) -> bool:
+    """Do all of `work`, which never ends by itself, until SIGTERM, SIGINT, or the end of standard input: then
+    whoever started this process is gone. Returns whether it was that. Raises what `work` raises."""
+    loop, stop, orphaned = asyncio.get_running_loop(), asyncio.Event(), False
+
+    def read_lifeline() -> None:
+        nonlocal orphaned
+        if not os.read(sys.stdin.fileno(), 1):
+            orphaned = True
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_reader(sys.stdin.fileno(), read_lifeline)
+    tasks = [asyncio.create_task(each) for each in (*work, stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+    return orphaned
+
+
+def start_child(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `command` in `folder`, output in `log`. The calling thread must live as long as the process."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment) if environment is not None else None,
+            cwd=folder,
+            preexec_fn=_in_child,  # noqa: PLW1509 - it makes one system call and takes no lock
+        )
+
+
+def stop_child(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
+    """SIGTERM, then SIGKILL after `seconds`. Nothing happens if it has ended."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def tail_of(log: Path, lines: int = 15) -> str:
+    """The end of a log, for error messages."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])
+
 
 CONTEXT = "tiercheck-local"
 
@@ -85,9 +167,9 @@ def wait_until(
     while not ready():
         ended = process.poll()
         if ended is not None or time.monotonic() > deadline:
-            lifetime.stop(process)
+            stop_child(process)
             why = f"ended with {ended}" if ended is not None else f"was not ready after {seconds:.0f} s"
-            raise ControlPlaneFailed(f"{what} {why}. Its log ends with:\n{lifetime.tail(log)}")
+            raise ControlPlaneFailed(f"{what} {why}. Its log ends with:\n{tail_of(log)}")
         time.sleep(0.02)
 
 
@@ -105,12 +187,12 @@ class EmbeddedControlPlane(ControlPlane):
         self.kubeconfig.unlink(missing_ok=True)
         log = self._directory / "apiserver.log"
         command = [sys.executable, "-m", "tiercheck_local.apiserver", "--directory", str(self._directory)]
-        process = self._process = lifetime.start([*command, *self._arguments], log)
+        process = self._process = start_child([*command, *self._arguments], log)
         wait_until(self.kubeconfig.exists, process, log, "the embedded API server")
 
     def stop(self) -> None:
         if self._process is not None:
-            lifetime.stop(self._process)
+            stop_child(self._process)
             self._process = None
 
 
@@ -136,7 +218,7 @@ class RealControlPlane(ControlPlane):
 
     def stop(self) -> None:
         while self._processes:
-            lifetime.stop(self._processes.pop())
+            stop_child(self._processes.pop())
 
     def _start_etcd(self) -> str:
         client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
@@ -148,7 +230,7 @@ class RealControlPlane(ControlPlane):
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
             f"local={peer}",
         ]  # fmt: skip
-        process = lifetime.start(command, log)
+        process = start_child(command, log)
         self._processes.append(process)
         wait_until(lambda: _answers(f"{client}/health"), process, log, "etcd")
         return client
@@ -170,7 +252,7 @@ class RealControlPlane(ControlPlane):
             "--service-cluster-ip-range=10.0.0.0/24", "--allow-privileged=true",
             "--disable-admission-plugins=ServiceAccount",
         ]  # fmt: skip
-        process = lifetime.start(command, log)
+        process = start_child(command, log)
         self._processes.append(process)
         ca = certificates / "apiserver.crt"
         wait_until(

@@ -1,1 +1,0 @@
-"""`tiercheck events`: what happened to a job, and its recoveries."""

@@ -1,1 +1,0 @@
-"""`tiercheck export`: what somebody who helps needs to see, without secrets."""
