@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.controlplane import start
+from tiercheck_local.controlplane import start_child
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"
@@ -138,7 +138,7 @@ rgw dns name = localhost
 
     def _daemon(self, program: str, *words: str) -> None:
         command = [program, "-f", "-c", str(self._config), *words]
-        self._processes.append(start(command, self._root / "log" / f"{program}.out"))
+        self._processes.append(start_child(command, self._root / "log" / f"{program}.out"))
 
     def _ceph(self, *words: str) -> subprocess.CompletedProcess[bytes]:
         command = ["ceph", "-c", str(self._config), "--connect-timeout", "5", *words]
