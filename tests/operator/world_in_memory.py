@@ -218,6 +218,11 @@ class World:
     # The controller
 
     @property
+    def by_operator(self) -> float:
+        """The time as the operator has it."""
+        return self.now
+
+    @property
     def status(self) -> JobRecord:
         return self.job.status
 
@@ -419,7 +424,7 @@ class World:
                     if not n.lost and n.hostname not in pod.avoided and n.schedulable
                 ]
                 if not fit:
-                    since = pod.unschedulable_since or self.now
+                    since = pod.unschedulable_since or self.by_operator
                     self.change_pod(uid, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
                     continue
                 unwelcome = self.unwelcome_to.get(pod.name, ())
@@ -427,8 +432,9 @@ class World:
                 node = min(order)[-1]
                 used[node] += 1
                 self.change_pod(
-                    uid, node=node, unschedulable_since=None, claimed=False, message="", housed_since=self.now
-                )
+                    uid, node=node, unschedulable_since=None, claimed=False, message="",
+                    housed_since=self.by_operator,
+                )  # fmt: skip
             elif pod.ip is None and pod.node in self.not_starting:
                 phase, reason, words = self.not_starting[pod.node]
                 self.change_pod(uid, claimed=True, phase=phase, disruption=reason, message=words)

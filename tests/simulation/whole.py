@@ -149,7 +149,6 @@ class Simulation(World):
 
     @property
     def by_operator(self) -> float:
-        """The time as the operator has it."""
         return self.now if self._steady is None else self._steady()
 
     def forget(self) -> None:

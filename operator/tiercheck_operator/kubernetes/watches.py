@@ -127,11 +127,13 @@ class Watched(Generic[V]):
 
 
 def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
-    """`pod` with when its kubelet's last word about each container was first heard, and its node was seen.
-    Nodes' clocks may be wrong; ours is one."""
+    """`pod` with when its kubelet's last word about each container was first heard, and its node, or that
+    none was found, was seen. Clocks of others may be wrong; ours is one."""
     before = known.housed_since if known is not None else None
+    waits = pod.unschedulable_since and ((known.unschedulable_since if known is not None else None) or now)
     return replace(
         pod,
+        unschedulable_since=waits,
         remade_since=pod.remade_since and ((known.remade_since if known is not None else None) or now),
         housed_since=None if pod.node is None else now if before is None else before,
         trainer=_dated(pod.trainer, known.trainer if known is not None else None, now),

@@ -212,6 +212,10 @@ def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: P
     assert date_containers(replace(pod, remade_since=1.0), remade, 500.0).remade_since == 400.0
     homeless = date_containers(replace(pod, node=None), None, 100.0)
     assert (homeless.housed_since, date_containers(pod, homeless, 600.0).housed_since) == (None, 600.0)
+    unfit = date_containers(replace(pod, node=None, unschedulable_since=1.0), homeless, 600.0)
+    later = date_containers(replace(pod, node=None, unschedulable_since=1.0), unfit, 700.0)
+    assert (unfit.unschedulable_since, later.unschedulable_since) == (600.0, 600.0)
+    assert date_containers(pod, later, 800.0).unschedulable_since is None
 
 
 def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:
