@@ -40,7 +40,7 @@ from tiercheck_operator.kubernetes.watches import (
     Watched,
     WatchedKind,
     copy_of_job,
-    date_containers,
+    date_pod,
     stuck,
     version_in,
 )
@@ -360,7 +360,7 @@ class Operator:
         uid, version = _identity(body)
         pod = self._strange.parse_or_none("Pod", body, parse_pod)
         if pod is not None:
-            pod = date_containers(pod, self._view.pods.get(uid), self._around.clock())
+            pod = date_pod(pod, self._view.pods.get(uid), self._around.clock())
         self._view.put_pod(uid, pod, version)
         if pod is not None:
             self._wake(pod)

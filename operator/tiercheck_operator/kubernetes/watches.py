@@ -126,16 +126,19 @@ class Watched(Generic[V]):
         return tuple(uid for uid in before if uid not in listed and uid in self._seen), unseen
 
 
-def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
+def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
     """`pod` with when its kubelet's last word about each container was first heard, and its node, or that
     none was found, was seen. Clocks of others may be wrong; ours is one."""
-    before = known.housed_since if known is not None else None
-    waits = pod.unschedulable_since and ((known.unschedulable_since if known is not None else None) or now)
+
+    def since(moment: str, there: bool) -> float | None:
+        before: float | None = getattr(known, moment, None)
+        return None if not there else now if before is None else before
+
     return replace(
         pod,
-        unschedulable_since=waits,
-        remade_since=pod.remade_since and ((known.remade_since if known is not None else None) or now),
-        housed_since=None if pod.node is None else now if before is None else before,
+        unschedulable_since=since("unschedulable_since", pod.unschedulable_since is not None),
+        remade_since=since("remade_since", pod.remade_since is not None),
+        housed_since=since("housed_since", pod.node is not None),
         trainer=_dated(pod.trainer, known.trainer if known is not None else None, now),
         sidecar=_dated(pod.sidecar, known.sidecar if known is not None else None, now),
     )

@@ -32,7 +32,7 @@ from tiercheck_operator.kubernetes.watches import (
     Resync,
     Watched,
     WatchedKind,
-    date_containers,
+    date_pod,
     stuck,
 )
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
@@ -200,22 +200,22 @@ def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodVi
 
 def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:
     """Whatever else changes about the pod, and however often it is listed anew."""
-    first = date_containers(pod, None, 100.0)
+    first = date_pod(pod, None, 100.0)
     assert (first.sidecar.since, first.trainer.since) == (100.0, 100.0)
-    again = date_containers(replace(pod, phase="Running", resource_version="9"), first, 200.0)
+    again = date_pod(replace(pod, phase="Running", resource_version="9"), first, 200.0)
     assert (again.sidecar.since, again.trainer.since) == (100.0, 100.0)
     ended = replace(pod, sidecar=replace(pod.sidecar, state=ContainerState.ENDED))
-    assert date_containers(ended, again, 300.0).sidecar.since == 300.0
-    assert date_containers(ended, again, 300.0).trainer.since == 100.0
+    assert date_pod(ended, again, 300.0).sidecar.since == 300.0
+    assert date_pod(ended, again, 300.0).trainer.since == 100.0
     assert (first.housed_since, again.housed_since, again.remade_since) == (100.0, 100.0, None)
-    remade = date_containers(replace(pod, remade_since=1.0), again, 400.0)
-    assert date_containers(replace(pod, remade_since=1.0), remade, 500.0).remade_since == 400.0
-    homeless = date_containers(replace(pod, node=None), None, 100.0)
-    assert (homeless.housed_since, date_containers(pod, homeless, 600.0).housed_since) == (None, 600.0)
-    unfit = date_containers(replace(pod, node=None, unschedulable_since=1.0), homeless, 600.0)
-    later = date_containers(replace(pod, node=None, unschedulable_since=1.0), unfit, 700.0)
+    remade = date_pod(replace(pod, remade_since=1.0), again, 400.0)
+    assert date_pod(replace(pod, remade_since=1.0), remade, 500.0).remade_since == 400.0
+    homeless = date_pod(replace(pod, node=None), None, 100.0)
+    assert (homeless.housed_since, date_pod(pod, homeless, 600.0).housed_since) == (None, 600.0)
+    unfit = date_pod(replace(pod, node=None, unschedulable_since=1.0), homeless, 600.0)
+    later = date_pod(replace(pod, node=None, unschedulable_since=1.0), unfit, 700.0)
     assert (unfit.unschedulable_since, later.unschedulable_since) == (600.0, 600.0)
-    assert date_containers(pod, later, 800.0).unschedulable_since is None
+    assert date_pod(pod, later, 800.0).unschedulable_since is None
 
 
 def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:
