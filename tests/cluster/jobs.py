@@ -77,6 +77,10 @@ class Job:
             ),
         )
 
+    def wait_recovering(self, after: int) -> None:
+        """A recovery has begun since attempt `after`."""
+        self.wait("the recovery to begin", lambda status: status.get("recovery") or status["attempt"] > after)
+
     def wait_recovered(self, after: int) -> Mapping[str, Any]:
         """The lastRecovery of an attempt newer than `after`."""
         status = self.wait(

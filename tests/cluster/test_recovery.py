@@ -107,10 +107,7 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait(
-        "the recovery to begin",
-        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
-    )
+    job.wait_recovering(before["attempt"])
     cluster.faults.kill_operator()
     jobs.restart_operator()
     recovery = job.wait_recovered(before["attempt"])

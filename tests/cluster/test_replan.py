@@ -110,10 +110,7 @@ def test_leader_killed_in_the_middle_of_a_recovery_is_replaced_and_no_attempt_is
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait(
-        "the recovery to begin",
-        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
-    )
+    job.wait_recovering(before["attempt"])
     replicas.kill(leader)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["attempt"] == before["attempt"] + 1
@@ -133,10 +130,7 @@ def test_leader_that_was_paused_finds_a_successor_when_it_wakes_up_and_does_no_h
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait(
-        "the recovery to begin",
-        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
-    )
+    job.wait_recovering(before["attempt"])
     leader.process.send_signal(signal.SIGSTOP)
     recovery = job.wait_recovered(before["attempt"])
     assert replicas.other(leader).leads
