@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -22,7 +23,8 @@ from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.sidecars import JobSidecars
 
-HOST = "127.83.1.7"
+HOST = f"127.83.1.{7 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])}"
+"""The control port is fixed, and files of tests that run at once have an address each."""
 CREDENTIALS = issue("job-uid")
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
