@@ -35,20 +35,22 @@ gone."""
 class Process:
     """One of them, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, changed: threading.Condition, codes: dict[int, int]) -> None:
+    def __init__(self, pid: int, changed: threading.Condition) -> None:
         self.pid = pid
-        self._changed, self._codes = changed, codes
+        self.code: int | None = None
+        """Kept here and not by pid: the kernel gives a pid again."""
+        self._changed = changed
 
     def poll(self) -> int | None:
-        with self._changed:
-            return self._codes.get(self.pid)
+        return self.code
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code. Raises subprocess.TimeoutExpired."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.pid in self._codes, timeout):
+            if not self._changed.wait_for(lambda: self.code is not None, timeout):
                 raise subprocess.TimeoutExpired(["tiercheck_sidecar"], timeout or 0.0)
-            return self._codes[self.pid]
+            assert self.code is not None
+            return self.code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -66,8 +68,8 @@ class Nursery:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._changed = threading.Condition()
-        self._codes: dict[int, int] = {}
-        self._born: list[int] = []
+        self._alive: dict[int, Process] = {}
+        self._born: list[Process] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(
@@ -91,7 +93,7 @@ class Nursery:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
             assert self._changed.wait_for(lambda: self._born, 60), "no sidecar was forked"
-            return Process(self._born.pop(), self._changed, self._codes)
+            return self._born.pop()
 
     def stop(self) -> None:
         self._process.kill()
@@ -103,9 +105,10 @@ class Nursery:
             pid, code = json.loads(line)
             with self._changed:
                 if code is None:
-                    self._born.append(pid)
+                    self._alive[pid] = Process(pid, self._changed)
+                    self._born.append(self._alive[pid])
                 else:
-                    self._codes[pid] = code
+                    self._alive.pop(pid).code = code
                 self._changed.notify_all()
 
 
