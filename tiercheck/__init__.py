@@ -5,6 +5,8 @@ before, and without, torch.
 """
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tiercheck.about import __version__
@@ -48,3 +50,6 @@ else:  # a type checker would take every name for Any
                 raise
             message = f"tiercheck.{name} needs torch, which is not installed; run: pip install torch"
             raise ModuleNotFoundError(message, name="torch") from None
+
+    if "TIERCHECK_ATTEMPT" in os.environ and "torch.distributed" in sys.modules:
+        importlib.import_module("tiercheck.trainer.inprocess.groups").groups()  # before the script makes any

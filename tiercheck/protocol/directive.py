@@ -250,6 +250,9 @@ class Policy:
     """Seconds without a byte after which a source of a restore is given up."""
     prove_steps: int = 0
     """Steps behind the newest complete version to which the job may go back, so that they are compared."""
+    interrupt_seconds: float = 0.0
+    """How long the ranks of the attempt before may take to leave their step, so that their processes stay; 0:
+    every process is started anew."""
 
 
 @dataclass(frozen=True)
@@ -294,5 +297,7 @@ class Directive:
     """`Report.instance` of the process that is meant: one that is started again counts anew."""
     number: int = 0
     """One more than `Report.followed` was when this was decided upon."""
+    joins: bool = False
+    """With Release: some ranks kept their processes, and those that start now join them."""
     signature: str = ""
     """The operator's, of the attempt (`protocol.signing`): by it those believe it who are not told."""

@@ -2,8 +2,9 @@
 
 One JSON object per line. A connection opens with `Hello`; after it
 
-- a *launcher* receives `Order` lines whenever the wanted state changes, and sends `Exited` / `Started`
-  events;
+- a *launcher* receives `Order` lines whenever the wanted state changes, and sends `LauncherEvent` lines;
+- a *listener* (the second connection of a rank whose process may stay) receives the same `Order` lines, and
+  sends `StepLeft`;
 - a *rank* (one training process) sends one `Request` per line: one class for each operation, told apart on
   the wire by `op`. Each is answered by one `Reply`, in order; `ReportProgress` by none.
 
@@ -187,8 +188,8 @@ class NamedRequest:
 
 @dataclass(frozen=True)
 class Hello:
-    """First line of a connection. `role` is "launcher" or "rank"; `rank`, `world_size`, `attempt` are for
-    ranks."""
+    """First line of a connection. `role` is "launcher", "rank" or "listener"; `rank`, `world_size`, `attempt`
+    are for the last two."""
 
     role: str
     pid: int
@@ -215,6 +216,21 @@ class Order:
     """With Finish: what the launcher exits with."""
     health_check: HealthCheck | None = None
     """What has to pass before the launcher may wait for the release of an attempt."""
+    interrupt_seconds: float = 0.0
+    """How long ranks of an older attempt may take to leave their step, so that their processes stay; 0: they
+    are ended at once."""
+    stays: bool = False
+    """They have left it, and wait: the running command is that of `attempt` from its release on."""
+    joins: bool = False
+    """With Release: ranks of other workers kept their processes, and a command that starts now joins them."""
+
+
+@dataclass(frozen=True)
+class StepLeft:
+    """From a listener: the rank has left the step of an older attempt and waits for the release of this
+    one."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -223,8 +239,8 @@ class LauncherEvent:
 
     `event`:
 
-    - "idle": nothing of an earlier command is there any more, and the launcher waits for the release of
-      `attempt`.
+    - "idle": nothing of an earlier command is there any more, unless it `stays`, and the launcher waits for
+      the release of `attempt`.
     - "started", "exited": the command of `attempt`, with all that it started.
     - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is
       repeated every minute.
@@ -239,6 +255,8 @@ class LauncherEvent:
     fault: str = ""
     """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few
     words. It goes on."""
+    stays: bool = False
+    """With "idle": the command of an earlier attempt has left its step, and will be that of `attempt`."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ ENV_GRACE_SECONDS = "TIERCHECK_GRACE_SECONDS"
 killed."""
 ENV_ATTEMPT = "TIERCHECK_ATTEMPT"
 """Set by the launcher for the training command: the attempt it belongs to."""
+ENV_JOINS = "TIERCHECK_JOINS"
+"""Set to 1 by the launcher where other ranks kept their processes: this one joins them at its restore."""
 
 
 # Of a rank (`RankFailure.reason`).

@@ -160,6 +160,8 @@ class TrainerReport:
     resume: ResumeProof | None = None
     """Of the first local rank that differs; else of the first that proved its resume; else of the first, once
     no local rank could compare anything. None: not known yet, or nothing was restored."""
+    stays: bool = False
+    """Whether the command that waits for the release, or runs, is the process of an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,13 @@
         scheduler.step()
         checkpointer.step(loss)
 
-In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder. The script is the same.
+In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder. The script is the same. With
+
+    for step in checkpointer.steps(total):
+        with step:
+            ...
+
+as its loop, a process outlives the loss of another rank: model, compiled code and loaders stay.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ import atexit
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,8 +33,11 @@ from torch.optim import Optimizer
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.trainer import process
 from tiercheck.trainer.announcements import SECOND, Announcements, StepProgress
-from tiercheck.trainer.backends.backend import Claim
+from tiercheck.trainer.backends.backend import Claim, RestoreError
 from tiercheck.trainer.deltas.gradients import UpdateHooks
+from tiercheck.trainer.inprocess.groups import groups
+from tiercheck.trainer.inprocess.half_step import forget_half_step
+from tiercheck.trainer.inprocess.steps import Step, StepLoop
 from tiercheck.trainer.process import LastWords, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
@@ -46,7 +55,13 @@ from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, 
 
 __all__ = ["Checkpointer", "Found", "find"]
 
+groups()  # before the script makes any
+
+_Batch = TypeVar("_Batch")
+
 _CLOSE_SECONDS = 60.0
+_PAUSE_SECONDS = 4.0
+"""How long what is under way may take to end where another attempt has begun."""
 _UNDECIDED = 50
 """Steps between snapshots while the job has not said, without deltas."""
 _UNDECIDED_WITH_DELTAS = 4
@@ -110,24 +125,38 @@ class Checkpointer:
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        trained = self._trained = TrainedState(model, optimizer, state, leave_out)
-        self._every, self._sanity_gate, self._found, self._run = every, sanity_gate, found, run
-        self.rank, self.world_size = trained.rank, trained.world_size
-        """This process among the ranks of the job."""
-        backend = self._backend = open_backend(folder, keep, run) if found is None else found.backend
+        self._given = model, optimizer, state, leave_out
+        self._folder, self._keep, self._run = folder, keep, run
+        self._every, self._sanity_gate, self._verify_all = every, sanity_gate, verify_all
         self._last_words: LastWords | None = None
+        self._stop: StopRequest | None = None
+        self._closed, self._pid = False, os.getpid()
+        self._open(found)
         if os.environ.get(ENV_RUN_DIR):
             process.answer_with_stacks()
-            self._last_words = LastWords(backend.failing)
-        trained.check()
-        self._claim = Claim(backend.place, name_of(run))
+            self._last_words = LastWords(self._report_failing)
+        self._trained.check()
+        self._claim = Claim(self._backend.place, name_of(run))
+        self._loop = StepLoop(self.rank, self.world_size, self._pause, self._go_on)
+        process.wait_at_exit()
+        atexit.register(self.close)
+
+    def _open(self, found: Found | None = None) -> None:
+        """Make what belongs to one attempt: a process that outlives another rank does so again."""
+        trained = self._trained = TrainedState(*self._given)
+        self._found = found
+        self.rank, self.world_size = trained.rank, trained.world_size
+        """This process among the ranks of the job."""
+        backend = self._backend = (
+            open_backend(self._folder, self._keep, self._run) if found is None else found.backend
+        )
         self._saver = Saver(
             backend,
             self.rank,
             self.world_size,
             Equality(trained.shares),
             gate=lambda: self.sanity_gate,
-            verify_all=lambda: backend.verify_all if verify_all is None else verify_all,
+            verify_all=lambda: backend.verify_all if self._verify_all is None else self._verify_all,
         )
         self._deltas = Deltas(trained, backend, self._saver)
         self._capturing = Capturing(trained, self._saver, self._deltas)
@@ -135,18 +164,14 @@ class Checkpointer:
         self._announced = Announcements(backend, self._saver, self.rank)
         fingerprints = Fingerprints(trained.model, trained.beside.values(), trained.optimizers, trained.state)
         self._resume = Resume(fingerprints, self._announced.report_verdict, self._saver.warn)
-        self._stop: StopRequest | None = None
         self._clean = False
         """Whether the state is what the last `step` left, and may be saved as such."""
         self._saved = 0
         """The newest step of which a snapshot was begun, or that was restored; 0: none."""
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
-        self._closed, self._pid = False, os.getpid()
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
-        process.wait_at_exit()
-        atexit.register(self.close)
 
     @property
     def attempt(self) -> int:
@@ -204,6 +229,13 @@ class Checkpointer:
             raise NotCapturable(
                 "this Checkpointer was made before the process was forked: make it in the one that trains"
             )
+        if groups().alone:  # from here on the others are there, and this rank is one of them
+            self._let_go()
+            groups().reconnect(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.world_size
+            )
+            self._open()
+        groups().end_of_setup()
         if (node := self._capturing.begin()) is not None:
             self._backend.numa = node
         trained, backend, capturing = self._trained, self._backend, self._capturing
@@ -239,6 +271,47 @@ class Checkpointer:
         self._progress.begin()
         return self.step_number
 
+    def steps(self, total: int) -> Iterator[Step]:
+        """Restore, and yield the number of each step up to `total`, for a loop whose process stays when
+        another rank of the job is lost:
+
+            for step in checkpointer.steps(total):
+                with step:
+                    ...
+                    checkpointer.step(loss)
+
+        Then the step under way is left, the version to go on from is loaded into the living model, and the
+        loop goes on with the step after it. What the script makes before the loop is kept as it is; what has
+        to go back belongs into `state`. Outside a cluster it is the loop over `range(restore(), total)`.
+
+        Raises:
+            RestoreError, DifferentState, NotCapturable: As `restore`.
+        """
+        return self._loop.steps(self.restore(), total)
+
+    def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[Step, _Batch]]:
+        """As `steps`, each with the next batch of `loader`, which is iterated anew at its end and after each
+        restore. A `ResumableSampler` that it has as `batch_sampler` is moved on with each batch.
+
+        Raises:
+            ValueError: The loader has no batch.
+        """
+        follow: Callable[[Iterable[_Batch]], Iterator[_Batch]] = getattr(
+            getattr(loader, "batch_sampler", None), "follow", iter
+        )
+        restored = -1
+        found: Iterator[_Batch] = iter(())
+        for step in self.steps(total):
+            if restored != self._loop.rewinds:
+                restored, found = self._loop.rewinds, follow(loader)
+            batch = next(found, None)
+            if batch is None:
+                found = follow(loader)
+                batch = next(found, None)
+            if batch is None:
+                raise ValueError("the loader has no batch")
+            yield step, batch
+
     @torch.inference_mode(False)
     def step(self, loss: float | torch.Tensor | None = None) -> None:
         """Mark the end of an optimizer step, after the scheduler and everything else has moved. Starts what
@@ -247,6 +320,7 @@ class Checkpointer:
         Args:
             loss: One number. A tensor on a device is waited for.
         """
+        self._loop.interruption_point()
         self.step_number += 1
         if self._forked:
             return
@@ -312,6 +386,30 @@ class Checkpointer:
         self._backend.close()
         self._claim.release()
 
+    def _report_failing(self, reason: str, message: str, exit_code: int) -> None:
+        self._backend.failing(reason, message, exit_code)
+
+    def _let_go(self) -> None:
+        """End what belongs to an attempt that is over. Raises RestoreError if it does not end."""
+        self._hooks.remove()
+        self._resume.end(finished=False)
+        if not self._saver.close(_PAUSE_SECONDS):
+            raise RestoreError("what was being saved in the ended attempt does not end")
+        self._backend.close()
+
+    def _pause(self) -> None:
+        """Between two attempts, in the process that stays. Raises CannotForget, RestoreError."""
+        self._let_go()
+        trained = self._trained
+        forget_half_step([trained.given_model, *trained.given_modules.values()], trained)
+
+    def _go_on(self) -> int:
+        """Restore in the new attempt, and return its step. Raises RestoreError, DifferentState."""
+        self._open()
+        if not (step := self.restore()):
+            raise RestoreError("there is no version to go back to, and what the script began with is gone")
+        return step
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -329,6 +427,7 @@ class Checkpointer:
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._forked:
             return  # what is compiled is traced once, and never called: `Unseen` finds out
+        self._loop.interruption_point()
         self._clean = False
         self._saver.barrier()
         if self._capturing.unseen.hooked():

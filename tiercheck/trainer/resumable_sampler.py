@@ -72,6 +72,8 @@ class ResumableSampler(Sampler[list[int]]):
         self.position = 0
         """Samples of this epoch that the ranks together have been given."""
         self._kept: tuple[int, torch.Tensor] | None = None
+        self._loads = 0
+        """How often a position was put back."""
 
     def __len__(self) -> int:
         """Global batches of this whole epoch, also of one that is resumed."""
@@ -99,12 +101,19 @@ class ResumableSampler(Sampler[list[int]]):
             loader
         )  # draws a seed for its workers, and would do so once more in an epoch that is resumed
         torch.set_rng_state(drawn)
+        loads = self._loads
         try:
             for batch in batches:
+                if loads != self._loads:
+                    raise RuntimeError(
+                        "a position was put back since `follow` was called: call it again, or loop over "
+                        "checkpointer.batches(loader, total)"
+                    )
                 self.position += self._global
                 yield batch
         finally:  # also if the loop is left at the last batch
-            self._end_epoch()
+            if loads == self._loads:
+                self._end_epoch()
 
     def advance(self, batches: int = 1) -> None:
         """That many global batches were handed out, otherwise than by `follow`."""
@@ -133,6 +142,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"{state['order']}, here they are {order}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        self._loads += 1
 
     def _part(self, epoch: int, position: int) -> list[int]:
         begin, end = (position + self._global * n // self.world_size for n in (self.rank, self.rank + 1))

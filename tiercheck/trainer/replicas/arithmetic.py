@@ -111,8 +111,22 @@ class BucketLayout:
         dist.broadcast_object_list(chosen, dist.get_global_rank(group, 0), group=group)
         self._lay_out(chosen[0])
 
+    def begin_anew(self) -> None:
+        """Has the next step begin as the first one of a process: with the first layout, and no half step."""
+        self.module.require_forward_param_sync, self.module._has_rebuilt_buckets = True, False
+        self._make_reducer(range(len(self._parameters)))
+
     def _lay_out(self, order: Sequence[int]) -> None:
         """Makes DDP's reducer anew. It chooses at once, as if gradients had become ready in this order."""
+        self._make_reducer(order)
+        reducer = self.module.reducer
+        reducer._push_all_rebuilt_params()
+        self.module._has_rebuilt_buckets = reducer._rebuild_buckets()
+        reducer.prepare_for_forward()  # before it, nothing is logged
+        self._order = order
+        self._read()
+
+    def _make_reducer(self, order: Sequence[int]) -> None:
         module, parameters = self.module, [self._parameters[number] for number in order]
         trained = [parameter.requires_grad for parameter in parameters]
         for parameter in parameters:
@@ -136,11 +150,6 @@ class BucketLayout:
         if (builtin := hook.removeprefix("BuiltinCommHookType.")) != hook:
             c10d._register_builtin_comm_hook(reducer, getattr(c10d.BuiltinCommHookType, builtin))
         module.logger._set_comm_hook_name(hook)
-        reducer._push_all_rebuilt_params()
-        module._has_rebuilt_buckets = reducer._rebuild_buckets()
-        reducer.prepare_for_forward()  # before it, nothing is logged
-        self._order = order
-        self._read()
 
 
 def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) -> dict[str, BucketLayout]:
@@ -153,6 +162,14 @@ def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) ->
             except (AttributeError, KeyError) as error:
                 warn_of(path, f"does not show its gradient buckets ({error})")
     return found
+
+
+def reset_bucket_layouts(model: nn.Module) -> None:
+    """Has each module of a wrapped model begin with its first layout, as in a new process. Raises
+    AttributeError, KeyError if this torch does not show it."""
+    for path, module in Wrapped.look(model).replicated:
+        if module.process_group.size() > 1:
+            BucketLayout(path, module).begin_anew()
 
 
 def warn_of(path: str, what: str) -> None:

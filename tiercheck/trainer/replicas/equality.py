@@ -92,12 +92,15 @@ class Equality:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._rank = dist.get_rank() if is_distributed() else 0
-        self._store = _store()
-        self._prefix = ""
+        self._store, self._prefix = _store(), ""
         if self._store is not None:
             # Checkpointers of one process must not read each other's sums; all ranks make them in the same
             # order.
-            self._prefix = f"tiercheck/replicas/{self._store.add(f'tiercheck/checkpointers/{self._rank}', 1)}"
+            try:
+                number = self._store.add(f"tiercheck/checkpointers/{self._rank}", 1)
+                self._prefix = f"tiercheck/replicas/{number}"
+            except RuntimeError:
+                self._store = None  # of a group that reaches nobody
         self._rings: dict[str, _Ring] = {}
         self._of_tensor: dict[str, tuple[_Ring, ...]] = {}
         self._records: dict[str, deque[Any]] = {}

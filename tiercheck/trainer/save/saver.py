@@ -198,11 +198,13 @@ class Saver:
         self._told.put(Flush(done))
         return done.wait(timeout)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float) -> bool:
+        """Finish what was submitted, and end the thread. False if `timeout` seconds were not enough."""
         self.barrier()
         self.wait(timeout)
         self._told.put(End())
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # The thread.
 

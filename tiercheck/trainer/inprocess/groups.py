@@ -1,0 +1,321 @@
+"""Gives living process groups new connections, and lets a script build its model without any.
+
+A ProcessGroup object lives as long as its process: DeviceMesh, DTensor, FSDP2, DDP's reducer, compiled code
+and the script's own variables hold it. Only the Backend below it is replaced, through
+`ProcessGroup._register_backend` (torch 2.6 to 2.13). gloo's `abort` wakes nobody who waits in a collective;
+the end of its connections does, also of one to a peer that is stopped
+(docs/design/033-in-process-recovery.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from tiercheck.protocol.names import ENV_JOINS, ENV_RUN_DIR
+
+dist: Any = torch.distributed
+c10d: Any = getattr(dist, "distributed_c10d", None)
+"""Private parts of it are used. None: torch was built without."""
+
+_FIRST_NUMBER, _LAST_NUMBER = 10, 255
+"""Backend types that torch has no name for: a group takes one for each backend and renewal."""
+_MOST_RENEWALS = 32
+"""A gloo backend that is replaced keeps its threads until the process ends."""
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+_LOOK_EVERY = 0.02
+_JOIN_SECONDS = 600.0
+"""How long a rank waits for the others when connections are made anew: one of them may build its model."""
+_HARMLESS = {"init_process_group", "new_group", "barrier", "monitored_barrier", "destroy_process_group"}
+"""Functions of torch.distributed that move no values of the script."""
+
+
+class NotAlone(RuntimeError):
+    """The script exchanges values with other ranks before `restore`, and these are not there."""
+
+
+class Interrupted(RuntimeError):
+    """The connections were closed while they were made anew."""
+
+
+@dataclass
+class _Made:
+    """One call that made a group: its arguments, and the group, None where this rank is no member."""
+
+    arguments: dict[str, Any]
+    backend: str
+    group: Any
+
+
+class ReconnectableGroups:
+    """Records how each process group of this process is made. `disconnect` may be called by any thread.
+
+    A process that joins others that are still there (`ENV_JOINS`) is alone until `reconnect`: collectives
+    return at once and reach nobody, so that it may run its script up to `restore` without the others.
+    """
+
+    def __init__(self) -> None:
+        self.exchanged = ""
+        """Where the script exchanged values with other ranks before `restore`; empty: nowhere."""
+        self._made: list[_Made] = []
+        self._sockets: set[tuple[int, str]] = set()
+        self._numbers: dict[int, int] = {}
+        self._renewals = 0
+        self._closed = False
+        self._in_setup = c10d is not None and ENV_RUN_DIR in os.environ
+        if self._in_setup:
+            self._make, self._rendezvous = c10d._new_process_group_helper, c10d.rendezvous
+            self._signature, self._is_outside = inspect.signature(self._make), c10d._rank_not_in_group
+            c10d._new_process_group_helper, c10d.rendezvous = self._make_recorded, self._meet
+            c10d._rank_not_in_group = self._notice_exchange
+
+    @property
+    def alone(self) -> bool:
+        """Whether the other ranks are there already, and this one is still to join them."""
+        return os.environ.get(ENV_JOINS) == "1"
+
+    def end_of_setup(self) -> None:
+        """The script has come to `restore`: what it exchanges from here on is of its steps."""
+        if self._in_setup:
+            c10d._rank_not_in_group, self._in_setup = self._is_outside, False
+
+    def refusal(self) -> str:
+        """Returns why connections cannot be made anew; empty if they can."""
+        if not dist.is_initialized():
+            return "the process group was destroyed" if self._made else ""
+        ours = {id(made.group) for made in self._made}
+        if others := [name for group, name in c10d._world.pg_names.items() if id(group) not in ours]:
+            return f"process group {others[0]!r} was made before `import tiercheck`, or by split_group"
+        if self.exchanged:
+            return f"the script exchanges values before restore(), in {self.exchanged}"
+        if not hasattr(dist.ProcessGroup, "_register_backend"):
+            return "this torch cannot give a process group another backend"
+        if self._renewals >= _MOST_RENEWALS or max(self._numbers.values(), default=0) > _LAST_NUMBER - 8:
+            return f"its process groups were given new connections {self._renewals} times"
+        return ""
+
+    def disconnect(self) -> None:
+        """Close what is below every group: who waits in a collective, here or at a peer, gets an error."""
+        self._closed = True
+        for descriptor, inode in self._sockets & _open_sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if inode and connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+        groups = [made.group for made in self._made if made.group is not None]
+        backends = [backend for group in reversed(groups) for backend in _backends(group)]
+        first = next((each for each in backends if type(each).__name__ == "ProcessGroupNCCL"), None)
+        if first is not None:  # communicators that are aborted one after the other may wait for each other
+            first._group_start()
+        for backend in backends:
+            backend.abort()
+        if first is not None:
+            first._group_end()
+
+    def reopen(self) -> None:
+        """From here on `reconnect` may be called; another `disconnect` interrupts it."""
+        self._closed, self._sockets = False, set()
+
+    def reconnect(self, host: str, port: int, rank: int, world_size: int) -> None:
+        """Meet the others at rank 0's store and give each group new connections, in the order in which groups
+        were made. A collective call. Raises Interrupted, RuntimeError, DistBackendError."""
+        os.environ.pop(ENV_JOINS, None)
+        if not self._made:
+            return
+        if rank:
+            self._wait_until_listening(host, port)
+        with self._noting_sockets():
+            store = dist.TCPStore(
+                host, port, world_size, rank == 0,
+                timeout=timedelta(seconds=_JOIN_SECONDS), wait_for_workers=False,
+            )  # fmt: skip
+        self._renewals += 1
+        with _tables_set_aside() as (default, kept):
+            made_anew = [(made, self._make_again(made, store)) for made in self._made]
+            renewed = [(made.group, new) for made, new in made_anew if made.group is not None]
+            for group, new in renewed:
+                self._put_below(group, new)
+            _hand_over(renewed, kept)
+        store.set_timeout(self._made[0].arguments["timeout"])
+        c10d._unregister_all_process_groups()
+        for group, _ in renewed:
+            c10d._register_process_group(c10d._world.pg_names[group], group)
+        c10d._update_default_pg(default)
+        self._refuse_closed()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Interrupted("a newer attempt has begun")
+
+    def _wait_until_listening(self, host: str, port: int) -> None:
+        """By looks from here: the store's own wait cannot be interrupted."""
+        end = time.monotonic() + _JOIN_SECONDS
+        while True:
+            self._refuse_closed()
+            try:
+                socket.create_connection((host, port), timeout=5.0).close()
+                return
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_LOOK_EVERY)
+
+    def _make_again(self, made: _Made, store: Any) -> Any:
+        self._refuse_closed()
+        arguments, world = dict(made.arguments), c10d._world
+        default = not arguments["global_ranks_in_group"]
+        arguments["backend"] = made.backend
+        arguments["store"] = (
+            dist.PrefixStore("default_pg", store) if default else world.pg_map[c10d._get_default_group()][1]
+        )
+        with self._noting_sockets():
+            new = self._make(**arguments)[0]
+        if default:
+            c10d._update_default_pg(new)
+            world.pg_group_ranks[new] = {rank: rank for rank in range(new.size())}
+        return new
+
+    def _put_below(self, group: Any, new: Any) -> None:
+        numbers: dict[int, Any] = {}
+        for device in new._device_types:
+            backend = new._get_backend(device)
+            if id(backend) not in numbers:  # one backend may serve several devices
+                number = self._numbers.get(id(group), _FIRST_NUMBER - 1) + 1
+                self._numbers[id(group)] = number
+                numbers[id(backend)] = dist.ProcessGroup.BackendType(number)
+            group._register_backend(device, numbers[id(backend)], backend)
+
+    @contextlib.contextmanager
+    def _noting_sockets(self) -> Iterator[None]:
+        before = _open_sockets()
+        yield
+        self._sockets |= _open_sockets() - before
+
+    def _make_recorded(self, *values: Any, **named: Any) -> Any:
+        bound = self._signature.bind(*values, **named)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        backend = str(arguments["backend"])
+        if self.alone:
+            if backend == "fake" and self._made:
+                backend = self._made[0].backend
+            bound.arguments["backend"] = c10d.Backend("fake")
+        with self._noting_sockets():
+            made = self._make(*bound.args, **bound.kwargs)
+        member = isinstance(made[0], dist.ProcessGroup)
+        self._made.append(_Made(arguments, backend, made[0] if member else None))
+        return made
+
+    def _meet(self, *values: Any, **named: Any) -> Any:
+        if not self.alone:
+            return self._rendezvous(*values, **named)
+        found = _no_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return iter([found])
+
+    def _notice_exchange(self, group: Any) -> Any:
+        """Called by each function of torch.distributed. Raises NotAlone if the script called one that moves
+        values, and nobody is there."""
+        if not self.exchanged and (place := _called_by_script()):
+            self.exchanged = place
+            if self.alone:
+                raise NotAlone(f"the script exchanges values with other ranks before restore(), in {place}")
+        return self._is_outside(group)
+
+
+@functools.cache
+def groups() -> ReconnectableGroups:
+    """Those of this process."""
+    return ReconnectableGroups()
+
+
+def _called_by_script() -> str:
+    """Returns where a function that moves values was called, unless torch itself did; else nothing."""
+    frame, called = sys._getframe(2), ""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+        if frame.f_globals["__name__"] not in (c10d.__name__, "torch.distributed.c10d_logger"):
+            return ""
+        if frame.f_globals["__name__"] == c10d.__name__:
+            called = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or called in _HARMLESS or called.startswith(("get_", "is_", "_")):
+        return ""
+    if frame.f_globals.get("__name__", "").startswith(("torch.", "tiercheck.")):
+        return ""
+    return f"{called} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _no_store() -> Any:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+    return FakeStore()
+
+
+def _backends(group: Any) -> list[Any]:
+    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
+
+
+def _open_sockets() -> set[tuple[int, str]]:
+    """Descriptor and inode of each socket of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found.add((int(name), link))
+    return found
+
+
+_Tables = dict[str, dict[Any, Any]]
+
+
+@contextlib.contextmanager
+def _tables_set_aside() -> Iterator[tuple[Any, _Tables]]:
+    """c10d's tables of groups are empty meanwhile; yields the default group and what was in them. If the
+    block raises, they are as they were."""
+    world = c10d._world
+    default, count = c10d._get_default_group(), world.group_count
+    kept: _Tables = {name: dict(getattr(world, name)) for name in _TABLES}
+    tags = {tag: list(found) for tag, found in world.tags_to_pg.items()}
+    for name in _TABLES:
+        getattr(world, name).clear()
+    world.tags_to_pg.clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    try:
+        yield default, kept
+    except BaseException:
+        for name in _TABLES:
+            getattr(world, name).clear()
+            getattr(world, name).update(kept[name])
+        raise
+    finally:
+        world.tags_to_pg.clear()
+        world.tags_to_pg.update(tags)
+        c10d._update_default_pg(default)
+        world.group_count = count
+
+
+def _hand_over(renewed: list[tuple[Any, Any]], kept: _Tables) -> None:
+    """Enter the old groups in c10d's tables, with what is new about the connections below."""
+    world = c10d._world
+    for group, new in renewed:
+        entry = world.pg_map[new]
+        config = world.pg_backend_config.get(new)
+        for name in _TABLES:
+            getattr(world, name).pop(new, None)
+            if group in kept[name]:
+                getattr(world, name)[group] = kept[name][group]
+        world.pg_map[group] = entry
+        if config is not None:
+            world.pg_backend_config[group] = config

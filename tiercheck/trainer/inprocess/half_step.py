@@ -1,0 +1,103 @@
+"""Forgets a step that was left in the middle: what model wrappers have put on, gradients, and its graph."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiercheck.trainer.replicas.arithmetic import reset_bucket_layouts
+from tiercheck.trainer.replicas.trained_state import TrainedState
+
+_IDLE_GROUP = {
+    "_all_gather_result": None,
+    "_post_reduce_event": None,
+    "_reshard_after_forward_event": None,
+    "_partial_reduce_output": None,
+    "_all_reduce_state": None,
+}
+"""What FSDP2 keeps of a step in a group of parameters (torch 2.6 to 2.13). No version has all of it."""
+
+
+class CannotForget(RuntimeError):
+    """A wrapper of the model keeps something of the step that is not known here."""
+
+
+def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None:
+    """Have the next forward pass find wrapped `models` as after a complete step. Raises CannotForget, or what
+    the device has to say."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    try:
+        for model in models:
+            for state in _fsdp_states(model):
+                _reset_fsdp(state)
+            reset_bucket_layouts(model)
+            for parameter in model.parameters():
+                parameter.grad = None
+    except (AttributeError, KeyError) as error:
+        raise CannotForget(f"this torch keeps a half step elsewhere: {error}") from error
+    for optimizer in trained.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for each in trained.state.values():
+        if isinstance(each, torch.amp.GradScaler):
+            each._per_optimizer_states.clear()
+    torch.clear_autocast_cache()
+
+
+def free_graph(trace: TracebackType | None) -> None:
+    """Cut the graphs of the tensors that the frames of an exception hold: the next forward pass would be a
+    second one beside them in memory."""
+    while trace is not None:
+        for value in list(trace.tb_frame.f_locals.values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None and not value._is_view():
+                with contextlib.suppress(RuntimeError):
+                    value.detach_()
+        if trace.tb_next is None:
+            break
+        trace = trace.tb_next
+    traceback.clear_frames(trace)
+
+
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    found = {}
+    for module in model.modules():
+        if (get := getattr(module, "_get_fsdp_state", None)) is not None:
+            state = get()
+            found[id(state)] = state
+    return list(found.values())
+
+
+def _reset_fsdp(state: Any) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state._training_state = TrainingState.IDLE
+    state._modules_to_run_forward.clear()
+    shared, streams = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root, shared.post_optim_event = None, None
+    shared.post_backward_final_callback_queued, shared.is_last_backward = False, True
+    streams.all_gather_state = None
+    for name in ("reduce_scatter_states", "post_forward_order", "_last_post_reduce_events"):
+        if hasattr(streams, name):
+            getattr(streams, name).clear()
+    if hasattr(streams, "reduce_scatter_state"):
+        streams.reduce_scatter_state = None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in groups if groups is not None else [state._fsdp_param_group]:
+        if group is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        for name, idle in _IDLE_GROUP.items():
+            if hasattr(group, name):
+                setattr(group, name, idle)
+        group._post_forward_indices.clear()
+        group._to_sharded()
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

@@ -1,0 +1,107 @@
+"""Follows the sidecar's orders in a thread of its own, so that a rank learns that its attempt is over.
+
+The launcher follows the same orders, and ends the process if it does not leave its step in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck.protocol.local import Hello, Order, StepLeft
+from tiercheck.protocol.names import SOCKET_NAME
+from tiercheck.supervised import begin
+
+_CONNECT_EVERY = 0.2
+_LONGEST_LINE = 1024 * 1024
+
+
+class OrderListener:
+    """Of one rank. `interrupt` is called in its thread, once for each newer attempt."""
+
+    def __init__(
+        self, run_dir: Path, rank: int, world_size: int, attempt: int, interrupt: Callable[[], None]
+    ) -> None:
+        self._path, self._rank, self._world_size = run_dir / SOCKET_NAME, rank, world_size
+        self._attempt, self._interrupt = attempt, interrupt
+        self._changed = threading.Condition()
+        self._order: Order | None = None
+        self._left = 0
+        """The attempt for which the step was left; 0: none."""
+        self._socket: socket.socket | None = None
+        self._closed = False
+        begin("tiercheck-listener", self._listen)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a newer attempt than that of this rank has begun, and its process may stay."""
+        order = self._order
+        return order is not None and order.attempt > self._attempt
+
+    def wait_interrupted(self, seconds: float) -> bool:
+        """Wait until it is. False if it is not after so long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_interrupted, seconds)
+
+    def leave_step(self, released: Callable[[], None]) -> Order:
+        """Say that the step was left, and wait for the release of the newest attempt. `released` is called
+        then, before anybody can interrupt that one."""
+        with self._changed:
+            while True:
+                order = self._order
+                assert order is not None
+                if self._left != order.attempt:
+                    self._left = order.attempt
+                    self._tell()
+                if order.phase is Phase.RELEASE and order.stays:
+                    self._attempt = order.attempt
+                    released()
+                    return order
+                self._changed.wait()
+
+    def close(self) -> None:
+        """The process does not stay any more: its next failure elsewhere ends it."""
+        with self._changed:
+            self._closed = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _tell(self) -> None:
+        if self._left and self._socket is not None:
+            with contextlib.suppress(OSError):  # said again with the next connection
+                self._socket.sendall(to_json(StepLeft(self._left)) + b"\n")
+
+    def _listen(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(OSError, Malformed), socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(self._path))
+                hello = Hello("listener", os.getpid(), self._rank, self._world_size, self._attempt)
+                connection.sendall(to_json(hello) + b"\n")
+                with self._changed:
+                    self._socket = connection
+                    self._tell()
+                with connection.makefile("rb") as lines:
+                    while line := lines.readline(_LONGEST_LINE):
+                        self._follow(from_json(line, Order))
+            with self._changed:
+                self._socket = None
+            time.sleep(_CONNECT_EVERY)
+
+    def _follow(self, order: Order) -> None:
+        with self._changed:
+            known = self._order
+            if order.attempt <= self._attempt or not (order.interrupt_seconds or order.stays):
+                return  # of a newer one, the launcher ends this process
+            self._order = order
+            is_new = known is None or order.attempt > known.attempt
+            self._changed.notify_all()
+        if is_new:
+            self._interrupt()

@@ -1,0 +1,134 @@
+"""Makes a loop whose process survives the loss of another rank: it leaves the step, and makes it again."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from tiercheck.protocol.local import Order
+from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR
+from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.inprocess.groups import groups
+from tiercheck.trainer.inprocess.half_step import free_graph
+from tiercheck.trainer.inprocess.listener import OrderListener
+from tiercheck.trainer.process import describe_error, reason_of
+
+_DECISION_SECONDS = 10.0
+"""How long a rank whose collective failed waits for a newer attempt before it ends by that."""
+
+
+class StepInterrupted(BaseException):
+    """The attempt is over. Raised where nothing is half done, in a step of `StepLoop`, which catches it."""
+
+
+class Step(int):
+    """The number of a step. `with step:` around its work lets the process outlive the loss of another
+    rank."""
+
+    _loop: StepLoop
+
+    def __enter__(self) -> Step:
+        self._loop.enter()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        return self._loop.leave(error, trace)
+
+
+class StepLoop:
+    """Of one Checkpointer in a cluster, in the training thread."""
+
+    def __init__(
+        self, rank: int, world_size: int, pause: Callable[[], None], go_on: Callable[[], int]
+    ) -> None:
+        """`pause`: lets go of all that belongs to the ended attempt; raises CannotForget if the model cannot
+        be trained any more. `go_on`: restores the new one, and returns its step."""
+        self._rank, self._world_size = rank, world_size
+        self._pause, self._go_on = pause, go_on
+        self._listener: OrderListener | None = None
+        self._inside = False
+        self._refused = False
+        self.rewinds = 0
+        """How often a step was left and made again."""
+        self._rewound: int | None = None
+        """The step that was restored since the last one was yielded; None: training goes on."""
+
+    def steps(self, first: int, total: int) -> Iterator[Step]:
+        """Yield each step from `first`, and those again that were trained after what was restored."""
+        number = first
+        try:
+            while number < total:
+                step = Step(number)
+                step._loop = self
+                yield step
+                if self._listener is not None and self._listener.is_interrupted and self._rewound is None:
+                    self._rewind()
+                rewound, self._rewound = self._rewound, None
+                number = number + 1 if rewound is None else rewound
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+
+    def interruption_point(self) -> None:
+        """Raises StepInterrupted within a step whose attempt is over."""
+        if self._inside and self._listener is not None and self._listener.is_interrupted:
+            raise StepInterrupted("a newer attempt of the job has begun")
+
+    def enter(self) -> None:
+        """A step begins."""
+        if self._listener is None and not self._refused and (run_dir := os.environ.get(ENV_RUN_DIR)):
+            if refusal := groups().refusal():
+                self._refused = True
+                log.info("this process is started anew after each failure: %s", refusal)
+            else:
+                attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+                self._listener = OrderListener(
+                    Path(run_dir), self._rank, self._world_size, attempt, groups().disconnect
+                )
+        self._inside = True
+
+    def leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """The step has ended, or was left by `error`. Returns whether it is made again."""
+        self._inside = False
+        listener = self._listener
+        if error is None or listener is None:
+            return False
+        interrupted = isinstance(error, StepInterrupted) or (
+            isinstance(error, Exception) and listener.is_interrupted
+        )
+        if not interrupted and reason_of(error) == COLLECTIVE_FAILED:
+            interrupted = listener.wait_interrupted(_DECISION_SECONDS)
+        if not interrupted:
+            return False
+        log.info("left step %s: %s", os.environ.get(ENV_ATTEMPT), describe_error(error))
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        free_graph(trace)
+        self._rewind()
+        return True
+
+    def _rewind(self) -> None:
+        listener = self._listener
+        assert listener is not None
+        self._pause()
+        order = listener.leave_step(groups().reopen)
+        gc.collect()
+        _become(order)
+        groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
+        self._rewound = self._go_on()
+        self.rewinds += 1
+        if refusal := groups().refusal():
+            log.info("this process is started anew after the next failure: %s", refusal)
+            listener.close()
+            self._listener, self._refused = None, True
+
+
+def _become(order: Order) -> None:
+    """The attempt's environment, as a new process would have it."""
+    os.environ[ENV_ATTEMPT] = str(order.attempt)
+    for name in ("MASTER_ADDR", "PET_MASTER_ADDR"):
+        os.environ[name] = order.master_host
+    for name in ("MASTER_PORT", "PET_MASTER_PORT"):
+        os.environ[name] = str(order.master_port)
