@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "crds" / "tiercheckjobs.yaml"
 POLICIES = ROOT / "crds" / "tiercheckpolicies.yaml"
 
-SHARED = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
+SHARED = ("topology", "checkpoint", "tiers", "restore", "recovery", "failurePolicy", "sidecar")
 """Fields of a job's spec that a policy has as well, word for word."""
 _NOT_A_POLICYS = (
     "workers",

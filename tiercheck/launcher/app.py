@@ -122,6 +122,8 @@ class Launcher:
                 elif key.data == "sidecar":
                     self._on_orders()
             self._collect()
+            if self._stays:
+                self._keep()
             return None if self._busy or self._check is not None else self._next()
         except Exception as error:
             if not self._busy:
@@ -235,6 +237,32 @@ class Launcher:
     def _busy(self) -> bool:
         return self._pid is not None
 
+    @property
+    def _stays(self) -> bool:
+        """Whether the running command has left the step of its attempt, and waits for a newer one."""
+        order = self._order
+        return (
+            self._busy
+            and not self._sweeping
+            and order is not None
+            and order.stays
+            and order.attempt > self._attempt
+            and order.phase is not Phase.FINISH
+            and self._signalled is None
+        )
+
+    def _keep(self) -> None:
+        """It will be the command of the newer attempt, and from its release on it is."""
+        order = self._order
+        assert order is not None
+        self._stop_deadline = None
+        if order.phase is Phase.RELEASE:
+            self._attempt = order.attempt
+            self._marker.write_text(str(order.attempt))
+            self._tell(LauncherEvent("started", order.attempt))
+        elif (self._state.event, self._state.attempt) != ("idle", order.attempt):
+            self._tell(LauncherEvent("idle", order.attempt, stays=True))
+
     def _follow(self, order: Order) -> None:
         """A running command of another attempt, or of a job that is over, has to stop; one that hangs is
         asked where."""
@@ -243,10 +271,11 @@ class Launcher:
             dump_stacks()
         if self._busy and order.phase is Phase.FINISH:
             self._stop(signal.SIGTERM)
-        elif self._busy and order.attempt > self._attempt:
+        elif self._busy and order.attempt > self._attempt and not self._stays:
             # Where that begins is decided, so what this one would still save is of no use, and all others
             # wait for its end.
-            self._stop_deadline = time.monotonic()
+            deadline = time.monotonic() + order.interrupt_seconds
+            self._stop_deadline = min(self._stop_deadline or deadline, deadline)
 
     def _stop(self, number: int) -> None:
         if self._pid is None or self._stop_deadline is not None:

@@ -20,7 +20,7 @@ from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import RelayedOutput
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.local import Order
-from tiercheck.protocol.names import ENV_ATTEMPT, ENV_POD_IP, ENV_WORKER
+from tiercheck.protocol.names import ENV_ATTEMPT, ENV_JOINS, ENV_POD_IP, ENV_WORKER
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
     # nothing of attempts.
     for name in ("PET_RDZV_ENDPOINT", "PET_STANDALONE"):
         environment.pop(name, None)
+    if order.joins:
+        environment[ENV_JOINS] = "1"
     if pod_ip := base.get(ENV_POD_IP):
         environment["PET_LOCAL_ADDR"] = pod_ip
     if order.procs_per_worker == 1:

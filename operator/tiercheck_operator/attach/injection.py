@@ -32,7 +32,7 @@ _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
 _TOKEN_PATH, _NO_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount", "tiercheck-no-token"
 """Where a ServiceAccount's token is mounted, and the empty volume that our containers have there."""
-_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
+_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "recovery", "failurePolicy", "sidecar")
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,10 @@ def _read_restore_step(raw: Any) -> int | None:
     return int(raw["step"]) if isinstance(raw, Mapping) and raw.get("step") is not None else None
 
 
+def _read_interrupt(raw: Mapping[str, Any]) -> float:
+    return 0.0 if raw.get("inProcess") == "Never" else float(raw.get("interruptSeconds", 5))
+
+
 def _read_eviction_hold(raw: Mapping[str, Any]) -> float | None:
     given = raw.get("holdSeconds")
     return None if raw.get("mode") == "Off" else JobSpec.eviction_hold if given is None else float(given)
@@ -154,6 +158,8 @@ class JobSpec:
     """None: the latest."""
     prove_steps: Annotated[int, At("restore.proveSteps")] = 0
     """Steps that a restore gives up where it would leave none to train again and compare."""
+    interrupt_seconds: Annotated[float, At("recovery"), As(_read_interrupt)] = 5.0
+    """How long ranks may take to leave their step, so that their processes stay; 0: all are started anew."""
     max_restarts: Annotated[int, At("failurePolicy.maxRestarts")] = 10
     """Of those that count."""
     ttl_seconds: Annotated[float | None, At("ttlSecondsAfterFinished")] = None

@@ -107,6 +107,10 @@ class Recovery:
     """Workers that got another node on the way back because they could not be restored where they were."""
     undone: bool = False
     """The attempt before ended before training was released in it, so what it gave up still counts."""
+    keeps: bool = False
+    """Processes of the attempt before may stay (`spec.recovery.inProcess`)."""
+    kept: Annotated[int, At("keptWorkers")] = 0
+    """Workers whose processes did, as of the release."""
 
     @property
     def version(self) -> Version | None:

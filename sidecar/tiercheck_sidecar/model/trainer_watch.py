@@ -17,6 +17,7 @@ somebody else sees.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import HangLimits
@@ -116,6 +117,9 @@ class TrainerWatch:
         self._stall = StallWatch()
         self._mute: int | None = None
         """The rank that left first, if it said nothing before."""
+        self._listeners: dict[int, tuple[object, int]] = {}
+        """Of each rank whose process may stay: its connection, and the attempt for which it has left its
+        step (0: none)."""
 
     @property
     def report(self) -> TrainerReport:
@@ -153,6 +157,28 @@ class TrainerWatch:
         elif self._report.state in (TrainerState.WAITING, TrainerState.ABSENT):
             self._report = TrainerReport(TrainerState.ABSENT)
 
+    def listener_connected(self, rank: int, connection: object) -> None:
+        """The process of this rank may stay when its attempt ends."""
+        self._listeners[rank] = connection, 0
+
+    def step_left(self, rank: int, connection: object, attempt: int) -> None:
+        """It waits for the release of `attempt`."""
+        if self._listeners.get(rank, (None, 0))[0] is connection:
+            self._listeners[rank] = connection, attempt
+
+    def listener_gone(self, rank: int, connection: object) -> None:
+        """It ends with its attempt, unless it comes again."""
+        if self._listeners.get(rank, (None, 0))[0] is connection:
+            del self._listeners[rank]
+
+    def listens(self, ranks: Iterable[int]) -> bool:
+        """Whether the processes of these ranks, which are all local ones, may stay."""
+        return all(rank in self._listeners for rank in ranks)
+
+    def has_left(self, ranks: Iterable[int], attempt: int) -> bool:
+        """Whether all of them have left their step for this attempt."""
+        return all(self._listeners.get(rank, (None, 0))[1] == attempt for rank in ranks)
+
     def event(self, event: LauncherEvent, now: float) -> None:
         self._last = (event, now)
         if event.attempt != self.attempt:
@@ -167,7 +193,8 @@ class TrainerWatch:
         if event.event == "started" and self._report.state is not TrainerState.FAILED:
             self._silent_since = None
             if self._report.state is not TrainerState.RUNNING:
-                self._report = TrainerReport(TrainerState.RUNNING, started_at=now)
+                stays = self._report.stays
+                self._report = TrainerReport(TrainerState.RUNNING, started_at=now, stays=stays)
                 self._stall.started(now)
             elif self._report.started_at is None:
                 self._report = dataclasses.replace(self._report, started_at=now)
@@ -190,7 +217,7 @@ class TrainerWatch:
             self._lost(now)
         elif self._report.state in (TrainerState.ABSENT, TrainerState.WAITING):
             if event.event == "idle" and self.connected:  # the word of one that has gone since is no word
-                self._report = TrainerReport(TrainerState.WAITING)
+                self._report = TrainerReport(TrainerState.WAITING, stays=event.stays)
             elif event.event == "checking":
                 self._report = TrainerReport(TrainerState.ABSENT, busy="runs failurePolicy.healthCheck")
             elif event.event == "unhealthy":

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, StepLeft
 from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin
 from tiercheck_sidecar.decoding import Malformed, decode
@@ -111,6 +111,8 @@ class TrainerSocket:
                 hello = decode(lines.readline(LONGEST_LINE), Hello)
                 if hello.role == "launcher":
                     self._serve_launcher(connection, lines)
+                elif hello.role == "listener":
+                    self._serve_listener(connection, lines, hello)
                 elif hello.role == "rank":
                     RankSession(
                         self._state, self._vault, self._submit, connection, hello, lender=self._reach.lender()
@@ -129,7 +131,7 @@ class TrainerSocket:
             state.trainer.launcher_connected()
         state.bump()
         try:
-            begin("orders", partial(self._send_orders, connection))
+            begin("orders", partial(self._send_orders, connection, lambda: self._launcher is connection))
             while line := lines.readline(LONGEST_LINE):
                 event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
@@ -149,21 +151,39 @@ class TrainerSocket:
                     state.trainer.launcher_gone(state.clock())
             state.bump()
 
-    def _send_orders(self, connection: socket.socket) -> None:
-        """Whatever ends it hangs up: a launcher that gets no orders comes again, and is sent the newest."""
+    def _serve_listener(self, connection: socket.socket, lines: BinaryIO, hello: Hello) -> None:
+        state = self._state
+        with state.lock:
+            state.trainer.listener_connected(hello.rank, connection)
+        state.bump()
         try:
-            self._order_about(connection)
+            begin("orders", partial(self._send_orders, connection, lambda: connection in self._open))
+            while line := lines.readline(LONGEST_LINE):
+                left = decode(line, StepLeft)
+                log.info("rank %d has left its step for attempt %d", hello.rank, left.attempt)
+                with state.lock:
+                    state.trainer.step_left(hello.rank, connection, left.attempt)
+                state.bump()
+        finally:
+            with state.lock:
+                state.trainer.listener_gone(hello.rank, connection)
+            state.bump()
+
+    def _send_orders(self, connection: socket.socket, is_there: Callable[[], bool]) -> None:
+        """Whatever ends it hangs up: who gets no orders comes again, and is sent the newest."""
+        try:
+            self._order_about(connection, is_there)
         except OSError as error:
-            log.info("the launcher is gone: %s", error)
+            log.info("the trainer container takes no orders: %s", error)
         except BaseException:
-            log.exception("the launcher gets no orders on this connection any more")
+            log.exception("no orders are sent on this connection any more")
         finally:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _order_about(self, connection: socket.socket) -> None:
+    def _order_about(self, connection: socket.socket, is_there: Callable[[], bool]) -> None:
         seen, last = -1, None
-        while not self._state.stopping and self._launcher is connection:
+        while not self._state.stopping and is_there():
             with self._state.lock:
                 order = self._order()
             if order is not None and order != last:
@@ -174,16 +194,17 @@ class TrainerSocket:
             seen = self._state.wait(seen, timeout=1.0)
 
     def _order(self) -> Order | None:
-        directive = self._state.directive
+        directive, trainer = self._state.directive, self._state.trainer
         if directive is None:
             return None
         attempt, phase = directive.attempt, directive.phase
         if self._state.fenced:  # whatever it would compute from here on belongs to no history
             attempt, phase = self._state.newest_attempt.attempt, Phase.HOLD
-        if phase is Phase.RELEASE and self._state.trainer.lost_container:
+        if phase is Phase.RELEASE and trainer.lost_container:
             phase = (
                 Phase.HOLD
             )  # this attempt is over here; starting it again would give its versions two histories
+        may_stay = directive.policy.interrupt_seconds if trainer.listens(self._vault.ranks) else 0.0
         return Order(
             attempt=attempt,
             phase=phase,
@@ -192,7 +213,10 @@ class TrainerSocket:
             procs_per_worker=directive.procs_per_worker,
             master_host=directive.master_host,
             master_port=directive.master_port,
-            dump_stacks=self._state.trainer.report.stalled_since is not None,
+            dump_stacks=trainer.report.stalled_since is not None,
             exit_code=directive.exit_code,
             health_check=directive.policy.health_check,
+            interrupt_seconds=may_stay,
+            stays=may_stay > 0 and trainer.has_left(self._vault.ranks, attempt),
+            joins=directive.joins,
         )

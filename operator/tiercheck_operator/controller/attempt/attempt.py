@@ -229,6 +229,9 @@ def _next_status(
             decided_at=situation.now,
             restored_at=None,
             released_at=None,
+            # Else the ended attempt was itself on the way back, or there is nothing to go back to.
+            keeps=bool(step and same_size and status.attempt) and (not recovery.tries or recovery.undone),
+            kept=0,
         ),
     )
 

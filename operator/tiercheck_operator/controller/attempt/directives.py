@@ -50,8 +50,9 @@ def master_port(job_uid: str, attempt: int) -> int:
     return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
 
 
-def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
-    """`restored`: the attempt began from a version, so its script is known to make steps."""
+def build_policy(spec: JobSpec, restored: bool = False, keeps: bool = True) -> Policy:
+    """`restored`: the attempt began from a version, so its script is known to make steps. `keeps`: processes
+    of the attempt before may stay."""
     remote = spec.remote or {}
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
@@ -72,6 +73,7 @@ def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
         health_check=spec.health_check,
         restore_stall=spec.restore_stall,
         prove_steps=spec.prove_steps,
+        interrupt_seconds=spec.interrupt_seconds if keeps else 0.0,
     )
 
 
@@ -165,7 +167,9 @@ def build_directives(
     version = status.restored_version
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
-    rules, port = build_policy(spec, restored=version is not None), master_port(uid, status.attempt)
+    recovery = status.recovery
+    rules = build_policy(spec, restored=version is not None, keeps=recovery is None or recovery.keeps)
+    port = master_port(uid, status.attempt)
     shared = SourceTable.of(sources, range(old)) if old else None
     named_table = "" if shared is None else _digest_of(shared)
     for worker in sorted(members):
@@ -194,6 +198,7 @@ def build_directives(
             placement=named,
             pod_uid=members[worker].uid,
             exit_code=exit_code,
+            joins=recovery is not None and recovery.kept > 0,
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive, named_table))
     return directives

@@ -183,7 +183,9 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
             and all(_ready(report, status) for report in reports.values())
             and not absent_trainers(reports)
         ):
-            return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
+            kept = sum(report.trainer.stays for report in reports.values())
+            released = replace(recovery, restored_at=obs.now, released_at=obs.now, kept=kept)
+            return replace(status, recovery=released)
         return status
     first_steps = [report.trainer.first_step_at for report in reports.values()]
     stepped = [moment for moment in first_steps if moment is not None]
@@ -251,6 +253,7 @@ def _summary(
             tiers[rank.tier.value] += 1
     restored = recovery.restored_at or obs.now
     noticed = recovery.noticed_at or recovery.detected_at
+    stayed = sum(report.trainer.stays for report in reports.values())
     return {
         "attempt": recovery.attempt,
         "cause": recovery.cause,
@@ -260,6 +263,8 @@ def _summary(
         "tiers": tiers,
         "deltas": max((rank.deltas for rank in ranks), default=0),
         "rebuilt": sum(rank.rebuilt for rank in ranks),
+        "inProcess": stayed,
+        "restarted": len(reports) - stayed,
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
         "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),
