@@ -1,0 +1,119 @@
+"""When one rank is lost, the processes of all others stay, and every loss is what it would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import Job, Jobs
+from tiercheck_cli.api_server import PODS
+from tiercheck_local.cluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+TRAINER = Path(__file__).with_name("staying_trainer.py")
+STEPS = 60
+
+
+@cache
+def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]:
+    """The loss of each rank at each step, trained by torch alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        env = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "KIND": kind, "STEPS": str(steps),
+        }  # fmt: skip
+        ranks.append(subprocess.Popen([sys.executable, str(TRAINER)], env=env, stdout=subprocess.PIPE))
+    said = [json.loads(line) for each in ranks for line in each.communicate(timeout=120)[0].splitlines()]
+    return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
+
+
+def start(jobs: Jobs, kind: str, workers: int = 4, **env: str) -> Job:
+    settings = {"KIND": kind, "STEPS": str(STEPS), "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
+    return jobs.start(workers, env=settings, command=[sys.executable, str(TRAINER)], remote_every=None)
+
+
+def lines_of(job: Job) -> list[dict[str, Any]]:
+    return [line for line in job.printed() if "step" in line]
+
+
+def assert_equal_losses(job: Job, kind: str) -> None:
+    """Whatever was trained, also twice, gave the bits of the undisturbed run; nothing is missing."""
+    job.wait_condition("Completed")
+    expected = undisturbed(kind, job.workers, STEPS)
+    found = {(line["rank"], line["step"]) for line in lines_of(job)}
+    assert found == set(expected)
+    other = [line for line in lines_of(job) if line["loss"] != expected[line["rank"], line["step"]]]
+    assert not other, other[:4]
+
+
+def assert_stayed(job: Job, lost: int) -> None:
+    """The survivors' processes and the memory of their parameters are those of before."""
+    for rank in set(range(job.workers)) - {lost}:
+        mine = [line for line in lines_of(job) if line["rank"] == rank]
+        assert len({line["attempt"] for line in mine}) == 2
+        assert len({(line["pid"], line["at"]) for line in mine}) == 1, rank
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
+def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster, kind: str) -> None:
+    job = start(jobs, kind)
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert_equal_losses(job, kind)
+    assert_stayed(job, lost=3)
+
+
+def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = start(jobs, "fsdp")
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(0))
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert_equal_losses(job, "fsdp")
+    assert_stayed(job, lost=0)
+
+
+def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = start(jobs, "ddp")
+    before = job.wait_trained(13)
+    cluster.api.delete(PODS, "default", job.stage.pod_of(2), grace=0)
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert_equal_losses(job, "ddp")
+    assert_stayed(job, lost=2)
+
+
+def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    job = start(jobs, "fsdp", SPREAD="1")
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
+    assert_equal_losses(job, "fsdp")
+
+
+def test_job_that_wants_new_processes_gets_them(jobs: Jobs, cluster: LocalCluster) -> None:
+    settings = {"KIND": "fsdp", "STEPS": str(STEPS), "PACE": "0.05"}
+    command = [sys.executable, str(TRAINER)]
+    job = jobs.start(4, env=settings, command=command, remote_every=None, recovery={"inProcess": "Never"})
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
+    assert_equal_losses(job, "fsdp")
