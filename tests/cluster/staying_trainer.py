@@ -1,8 +1,9 @@
 """Trains in a loop that outlives the loss of another rank, and says at every step who it is.
 
-KIND: ddp, fsdp, hsdp or tp. Without a run directory of TierCheck it trains STEPS steps with torch alone: what
-the losses should be. In a job it trains until step STEPS; PACE is in seconds per step. With SPREAD=1 it
-exchanges a value before its restore, which a rank that builds its model alone cannot do.
+KIND: ddp, fsdp, hsdp or tp. Outside a job it trains STEPS steps with torch alone: what the losses should be.
+In a job it trains until it is hit for the LIVES-th time (1 if not given), and then TAIL steps; PACE is in
+seconds per step. With SPREAD=1 it exchanges a value before its restore, which a rank that builds its model
+alone cannot do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tiercheck import Checkpointer
 
-WIDTH = 256
+WIDTH, TAIL = 256, 12
 
 
 class Block(nn.Module):
@@ -62,7 +63,8 @@ def say(**line: object) -> None:
 
 
 def main() -> None:
-    kind, total = os.environ["KIND"], int(os.environ["STEPS"])
+    kind, total = os.environ["KIND"], int(os.environ["STEPS"]) or 10**9
+    lives, last = int(os.environ.get("LIVES", "1")), 10**9
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,6 +91,10 @@ def main() -> None:
             where = getattr(first, "_local_tensor", first).data_ptr()
             say(step=int(step), rank=rank, attempt=attempt, loss=float(loss).hex(), pid=os.getpid(), at=where)
             time.sleep(float(os.environ.get("PACE", "0")))
+            if attempt > lives and last == 10**9:
+                last = step + TAIL
+            if step == last:
+                break
     say(done=rank)
     if checkpointer is not None:
         checkpointer.close()

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
 TRAINER = Path(__file__).with_name("staying_trainer.py")
-STEPS = 60
 
 
 @cache
@@ -39,9 +39,10 @@ def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
 
 
-def start(jobs: Jobs, kind: str, workers: int = 4, **env: str) -> Job:
-    settings = {"KIND": kind, "STEPS": str(STEPS), "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
-    return jobs.start(workers, env=settings, command=[sys.executable, str(TRAINER)], remote_every=None)
+def start(jobs: Jobs, kind: str, recovery: Mapping[str, Any] | None = None, **env: str) -> Job:
+    settings = {"KIND": kind, "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
+    command = [sys.executable, str(TRAINER)]
+    return jobs.start(4, env=settings, command=command, remote_every=None, recovery=recovery or {})
 
 
 def lines_of(job: Job) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def lines_of(job: Job) -> list[dict[str, Any]]:
 def assert_equal_losses(job: Job, kind: str) -> None:
     """Whatever was trained, also twice, gave the bits of the undisturbed run; nothing is missing."""
     job.wait_condition("Completed")
-    expected = undisturbed(kind, job.workers, STEPS)
+    expected = undisturbed(kind, job.workers, max(line["step"] for line in lines_of(job)) + 1)
     found = {(line["rank"], line["step"]) for line in lines_of(job)}
     assert found == set(expected)
     other = [line for line in lines_of(job) if line["loss"] != expected[line["rank"], line["step"]]]
@@ -66,7 +67,9 @@ def assert_stayed(job: Job, lost: int) -> None:
         assert len({(line["pid"], line["at"]) for line in mine}) == 1, rank
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp", "hsdp", "tp"))]
+)
 def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster, kind: str) -> None:
     job = start(jobs, kind)
     before = job.wait_trained(13)
@@ -77,6 +80,7 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
     assert_stayed(job, lost=3)
 
 
+@pytest.mark.extended
 def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp")
     before = job.wait_trained(13)
@@ -97,6 +101,7 @@ def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalClus
     assert_stayed(job, lost=2)
 
 
+@pytest.mark.extended
 def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
@@ -108,10 +113,9 @@ def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
     assert_equal_losses(job, "fsdp")
 
 
+@pytest.mark.extended
 def test_job_that_wants_new_processes_gets_them(jobs: Jobs, cluster: LocalCluster) -> None:
-    settings = {"KIND": "fsdp", "STEPS": str(STEPS), "PACE": "0.05"}
-    command = [sys.executable, str(TRAINER)]
-    job = jobs.start(4, env=settings, command=command, remote_every=None, recovery={"inProcess": "Never"})
+    job = start(jobs, "fsdp", recovery={"inProcess": "Never"})
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.stage.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])

@@ -136,8 +136,11 @@ class SidecarModel:
             self.quarantined = ()
             if self.trainer.state is TrainerState.RUNNING and self.pod in self.world.undying:
                 self.killed_at = self.world.now
+            stays = self.trainer.state is TrainerState.RUNNING and directive.policy.interrupt_seconds > 0
             self.trainer = (
-                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+                self._ending()
+                if self.killed_at is not None
+                else TrainerReport(TrainerState.WAITING, stays=stays and self.world.staying)
             )
             self.restore = RestoreReport(
                 RestoreState.RUNNING, directive.restore.version if directive.restore else None
@@ -168,7 +171,9 @@ class SidecarModel:
             version = directive.restore.version if directive.restore else None
             self.world.started(directive.attempt, self.worker, version, directive)
             step = version.step if version else 0
-            self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
+            self.trainer = TrainerReport(
+                TrainerState.RUNNING, started_at=self.world.now, step=None, stays=self.trainer.stays
+            )
             self.world.position[self.pod] = step
             self._replay(version)
         # Once it has begun, its launcher is gone: a later directive brings nobody back.

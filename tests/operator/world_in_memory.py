@@ -160,6 +160,8 @@ class World:
         self.slow: set[str | int] = set()
         """Nodes, and workers, where bytes come, but so slowly that a restore takes `slow_for` seconds."""
         self.slow_for = 0.0
+        self.staying = False
+        """Whether scripts have a loop whose process stays."""
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
@@ -663,7 +665,7 @@ class World:
             return  # the others have not met yet
         if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
-                if s.pod not in self.undying:
+                if s.pod not in self.undying and not (self.staying and failed):
                     s.fail(self.stillborn_code if self.stillborn else 1)
             return
         if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):

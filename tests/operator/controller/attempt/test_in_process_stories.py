@@ -1,0 +1,56 @@
+"""Processes stay where the ended attempt had trained; otherwise every process is started anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.operator.world_in_memory import World, trained
+from tiercheck.protocol.directive import Phase
+
+
+def staying(**spec: object) -> World:
+    world = trained(workers=4, **spec)
+    world.staying = True
+    return world
+
+
+def told(world: World) -> list[tuple[Phase, float, bool]]:
+    """Of each worker's newest directive: its phase, how long ranks may take to leave, whether others join."""
+    directives = [world.sidecars[world.member(worker)].directive for worker in range(4)]
+    return [(each.phase, each.policy.interrupt_seconds, each.joins) for each in directives if each]
+
+
+def test_crashed_rank_joins_the_others_and_the_summary_counts_both() -> None:
+    world = staying()
+    world.crash(1)
+    world.until("Running", attempt=2)
+    assert (world.summary["inProcess"], world.summary["restarted"]) == (3, 1)
+
+
+def test_lost_pod_is_replaced_by_one_that_joins_the_others() -> None:
+    world = staying()
+    world.end_gracefully(world.member(2))
+    world.until("Running", attempt=2)
+    assert (world.summary["inProcess"], world.summary["restarted"]) == (3, 1)
+
+
+@pytest.mark.parametrize("recovery", [{"interrupt_seconds": 0.0}, {}])
+def test_nobody_stays_who_must_not_or_cannot(recovery: dict[str, object]) -> None:
+    world = staying(**recovery)
+    world.staying = bool(recovery)
+    world.crash(1)
+    world.until("Running", attempt=2)
+    assert (world.summary["inProcess"], world.summary["restarted"]) == (0, 4)
+    assert not any(joins for *_, joins in told(world))
+
+
+def test_attempt_that_fails_before_its_first_step_leaves_no_process_that_stays() -> None:
+    """A rank that cannot join the others, say: then all begin anew, as without this."""
+    world = staying()
+    world.bad_starts.add(1)
+    world.crash(1)
+    while world.status.attempt < 3:
+        world.tick()
+    world.bad_starts.clear()
+    world.until("Running", attempt=3)
+    assert (world.summary["inProcess"], world.summary["restarted"]) == (0, 4)
