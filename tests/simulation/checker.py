@@ -83,8 +83,8 @@ class Checker:
     faults: list[tuple[float, str]] = field(default_factory=list)
     neighbours: set[str] = field(default_factory=set)
     """Pods of others that look like the job's."""
-    lost: dict[str, tuple[float, set[Any]]] = field(default_factory=dict)
-    """When a pod was gone, and what its memory held."""
+    lost: list[tuple[float, str, set[Any]]] = field(default_factory=list)
+    """When a pod was gone, or a fault took copies from it, and what that had held."""
     flipped: bool = False
     told: tuple[bool | None, str] = (None, "")
     bare: int = 0
@@ -187,7 +187,7 @@ class Checker:
         self.memory[f["pod"]] = set()
 
     def _gone(self, f: Mapping[str, Any]) -> None:
-        self.lost[f["pod"]] = self.now, self.memory.pop(f["pod"], set())
+        self.lost.append((self.now, f["pod"], self.memory.pop(f["pod"], set())))
         self.ended |= {attempt for attempt, crew in self.crews.items() if f["pod"] in crew}
 
     def _inventory(self, f: Mapping[str, Any]) -> None:
@@ -231,11 +231,13 @@ class Checker:
             max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched
         ]
         held -= set(f["what"])
-        known = self.memory
-        # Whoever gives something up for what a pod has cannot know yet that the pod is gone.
-        self.memory = known | {
-            pod: lost for pod, (at, lost) in self.lost.items() if self.now - at < _HEARD_OF
-        }
+        if f["by"] == "fault":
+            self.lost.append((self.now, f["pod"], set(f["what"])))
+        known, self.memory = self.memory, dict(self.memory)
+        # Whoever gives something up for what a pod has cannot know yet that it is gone.
+        for at, pod, lost in self.lost:
+            if self.now - at < _HEARD_OF:
+                self.memory[pod] = self.memory.get(pod, set()) | lost
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
             if had >= mark > left:

@@ -149,7 +149,7 @@ def wipe(world: Simulation, uid: str) -> None:
     """A holder gives up all copies that it keeps."""
     process = world.sidecars[uid].process
     if process is not None:
-        process.vault.evict(lambda seal: seal.tier is Tier.PEER)
+        process.vault.evict(lambda seal: seal.tier is Tier.PEER, by="fault")
         process._bump()
 
 

@@ -108,11 +108,12 @@ class RecordedVault(Vault):
         what = (seal.tier, seal.rank, seal.kind, seal.version)
         self.process.world.record("sealed", pod=self.process.pod.uid, what=what)
 
-    def evict(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
+    def evict(self, unwanted: Callable[[Seal], bool], by: str = "") -> tuple[Seal, ...]:
+        """`by`: what gives it up, if that is not the process itself."""
         freed = super().evict(unwanted)
         if freed:
             what = tuple((seal.tier, seal.rank, seal.kind, seal.version) for seal in freed)
-            by = "reclaim" if "reclaim" in self.process._busy else "restore"
+            by = by or ("reclaim" if "reclaim" in self.process._busy else "restore")
             self.process.world.record("freed", pod=self.process.pod.uid, what=what, by=by)
         return freed
 

@@ -140,6 +140,26 @@ def test_snapshot_that_is_freed_while_it_counts_is_found() -> None:
     assert "what counts is there" in broken_by(early)
 
 
+@pytest.mark.parametrize(("seconds", "broken"), [(0.2, []), (3.0, ["committed is kept"])])
+def test_copy_may_be_given_up_until_it_is_known_that_its_new_holder_lost_the_other(
+    seconds: float, broken: list[str]
+) -> None:
+    """A fault took that one, although the pod is there still."""
+    version = Version(1, 1)
+    own, copy = ((tier, 0, Kind.SNAPSHOT, version) for tier in (Tier.LOCAL, Tier.PEER))
+    marks = {"local": version, "peer": version, "snapshot": version, "remote": None}
+    history: list[Entry] = [
+        (0.0, "begins", {"workers": 1, "copies": 1, "keep": 0, "prove": 0}),
+        (1.0, "attempt", {"number": 1, "version": None, "heard": ()}),
+        *((2.0, "sealed", {"pod": pod, "what": copy}) for pod in ("old", "new")),
+        (2.0, "sealed", {"pod": "owner", "what": own}),
+        (3.0, "verdict", {"by": "owner", "attempt": 1, "placement": "new", **marks}),
+        (4.0, "freed", {"pod": "new", "what": (copy,), "by": "fault"}),
+        (4.0 + seconds, "freed", {"pod": "old", "what": (copy,), "by": "reclaim"}),
+    ]
+    assert [each.promise for each in check(history)] == broken
+
+
 def test_attempt_number_that_is_given_twice_is_found() -> None:
     """With a version of that number itself, which leads back to itself."""
 
