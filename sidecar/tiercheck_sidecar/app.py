@@ -100,11 +100,11 @@ class Sidecar:
         self.stores = JobStore(config)
         inventory = RemoteListing(self.state, self.coordinator.stored)
         self.uploader = Uploader(self.state, self.vault, self.stores, inventory, self.coordinator.manifest)
-        remote = RemoteSource(self.state, self.vault, self.stores)
-        reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
-        self.restorer = Restorer(self.state, self.vault, reach)
-        self.rehearser = Rehearser(self.state, self.vault, reach)
-        self.socket = TrainerSocket(self.state, self.vault, reach)
+        remote = RemoteSource(self.state, self.stores)
+        self.reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
+        self.restorer = Restorer(self.state, self.vault, self.reach)
+        self.rehearser = Rehearser(self.state, self.vault, self.reach)
+        self.socket = TrainerSocket(self.state, self.vault, self.reach)
         self.parity = ParitySender(
             self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )

@@ -18,9 +18,10 @@ from tests.sidecar.world import JOB_UID, content, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
-from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
+from tiercheck.protocol.report import Quarantined, RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
+from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed, fill_slot
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.addresses import OwnAddress
 from tiercheck_sidecar.exchange.channel import TcpChannel
@@ -30,8 +31,9 @@ from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity.rebuild import rebuild
+from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.replicate.lane import push
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
 
@@ -282,11 +284,29 @@ class Station:
             return slot.path
 
     def rebuild(
-        self, rank: int, version: Version, group: ParityGroup, kind: Kind = Kind.SNAPSHOT, **more: Any
+        self,
+        rank: int,
+        version: Version,
+        group: ParityGroup,
+        kind: Kind = Kind.SNAPSHOT,
+        bad: list[Quarantined] | None = None,
     ) -> bytes:
-        seal = rebuild(self.vault, Artifact(rank, version, kind), group, self.connect, **more)
+        """An own rank's artifact, from parity into memory. `bad`: takes what proves to be so."""
+        source = ParitySource(group, self.job.procs, self.connect)
+        found: list[Quarantined] = [] if bad is None else bad
+        try:
+            filled = fill_slot(self.vault, source, Artifact(rank, version, kind), BoundedCall())
+        except SourceFailed as error:
+            found += error.bad
+            raise
+        found += filled.bad
+        seal = filled.seal
         assert (seal.rank, seal.version, seal.kind, seal.tier) == (rank, version, kind, Tier.LOCAL)
         return self.content(seal, Tier.LOCAL)
+
+    def reach(self, remote: object) -> RestoreSources:
+        """What its restores read from, with another remote tier."""
+        return RestoreSources(self.state, self.vault, self.identity, self.job.port, remote)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """The process ends; nothing answers any more."""

@@ -386,24 +386,32 @@ def failing_first(times: int, real: Callable[..., str]) -> Callable[..., str]:
 class Broken:
     """A remote tier whose every answer is unforeseen."""
 
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
+    def list(self, rank: int, version: Version, call: object) -> dict[Artifact, int]:
         return {Artifact(rank, version): 100_000}
 
-    def fetch(self, rank: int, version: Version, heard: object) -> None:
+    def open(self, artifact: Artifact, call: object) -> None:
         fail()
+
+    def close(self) -> None:
+        pass
 
 
 def test_place_that_fails_unforeseen_is_gone_round(stations: MakeStations) -> None:
     job = stations(workers=3)
     _, artifact, _ = copied(job, 100_000)
-    reach = RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, Broken())  # type: ignore[arg-type]
     known = job[0].state.directive
     assert known is not None
     directive = replace(known, restore=Restore(artifact.version, NO_SOURCES))
     sources = [Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1))]
     with ThreadPoolExecutor(1) as verifiers:
         found = RankRestorer(
-            job[0].state, job[0].vault, reach, verifiers, directive=directive, rank=0, sources=sources
+            job[0].state,
+            job[0].vault,
+            job[0].reach(Broken()),
+            verifiers,
+            directive=directive,
+            rank=0,
+            sources=sources,
         ).run()
     assert (found.tier, found.worker) == (Tier.PEER, 1)
     assert found.failures[0].startswith("the remote tier: ValueError in ")

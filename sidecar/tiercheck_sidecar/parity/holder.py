@@ -22,9 +22,9 @@ from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Chunks, Handlers, refuse_offer
+from tiercheck_sidecar.exchange.streams import Scratch
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity.parts import Scratch
 from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
 

@@ -23,7 +23,7 @@ from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.artifact_source import SourceFailed, TriedInVain
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.restore_plan import (
     Brought,
@@ -34,7 +34,7 @@ from tiercheck_sidecar.restore.restore_plan import (
     name_of,
     plan,
 )
-from tiercheck_sidecar.restore.sources import RestoreSources, TriedInVain
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
 from tiercheck_sidecar.vault.verification import fault_of
 
@@ -159,13 +159,12 @@ class RankRestorer:
         for group in _at_once(need.places):
             try:
                 brought = self._bring(need.artifact, group, chosen)
-            except TriedInVain as error:
-                self._failures += error.reasons
+            except SourceFailed as error:
+                named = f"{', '.join(map(name_of, group))}: {error}"
+                self._failures += error.reasons if isinstance(error, TriedInVain) else [named]
                 for bad in error.bad:
                     self._distrust(bad)
-            except SourceCorrupt as error:
-                self._failures.append(str(error))
-            except (SourceFailed, NoFreeSlot, NotASlot, OSError) as error:
+            except (NoFreeSlot, NotASlot, OSError) as error:
                 self._failures.append(f"{', '.join(map(name_of, group))}: {error}")
             except Exception as error:  # of this place: the next one may have it
                 log.exception("the %s cannot be brought", need.artifact)

@@ -1,7 +1,7 @@
 """Reads an artifact in own memory again, to see whether it is what was sealed.
 
-All of it at once, its chunks on several threads, because training waits for a restore; or chunk by chunk.
-When what we send keeps arriving damaged, our own memory is the first suspect.
+All of it at once, its chunks on several threads, because training waits for a restore. When what we send
+keeps arriving damaged, our own memory is the first suspect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, Digests, Share
+from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
@@ -25,35 +25,23 @@ def fault_of(
 ) -> str:
     """What is wrong with an own rank's artifact; empty if nothing is. `read` hears of the bytes of each
     chunk. Raises NotHeld, OSError."""
-    with _mapped(vault, artifact) as (view, seal):
+    with mapped(vault, artifact) as (view, seal):
         digests = seal.digests
 
         def look(index: int) -> str:
-            wrong = _chunk_fault(view, digests, index)
+            good = digest_chunk(chunk_view(view, digests, index)) == digests.values[index]
             read(length_of(digests, index))
-            return wrong
+            return "" if good else f"chunk {index} does not match its digest"
 
         found = threads.map(look, range(len(digests.values)))
         return next(filter(None, list(found)), "") or header_fault(view, seal)
 
 
-def fault_of_chunk(vault: Vault, artifact: Artifact, index: int) -> str:
-    """The same of one chunk, the header with the first; the slot is held for that long only. Raises NotHeld,
-    OSError."""
-    with _mapped(vault, artifact) as (view, seal):
-        return _chunk_fault(view, seal.digests, index) or (header_fault(view, seal) if index == 0 else "")
-
-
 @contextlib.contextmanager
-def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal]]:
+def mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal]]:
+    """An own rank's artifact and its seal. Raises NotHeld, OSError."""
     with vault.pin(artifact, Tier.LOCAL) as slot, sealed(slot) as found:
         yield found
-
-
-def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
-    if digest_chunk(chunk_view(view, digests, index)) == digests.values[index]:
-        return ""
-    return f"chunk {index} does not match its digest"
 
 
 def evict_if_bad(

@@ -17,7 +17,8 @@ from tests.examples import examples
 from tests.sidecar.stations import MakeStations, MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.artifact_source import TriedInVain
+from tiercheck_sidecar.exchange.fetch import Dial, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.streams import DAMAGED_MOST, OVERDUE, Deal, Gathering
 from tiercheck_sidecar.replicate.lane import FIRST, LONGEST, Backoff
@@ -138,7 +139,7 @@ def test_only_copy_being_bad_is_an_error_that_names_it(stations: MakeStations) -
     job = stations(workers=3)
     seal, artifact, _ = copied(job)
     job[1].flip(seal, Tier.PEER, 2, 3)
-    with pytest.raises(FetchFailed, match="the copy at worker 1 is bad") as failure:
+    with pytest.raises(TriedInVain, match="the copy at worker 1 is bad") as failure:
         fetch(job[0].vault, artifact, job[0].dials(1))
     assert [bad.worker for bad in failure.value.bad] == [1]
     assert not job[0].holds(artifact, Tier.LOCAL), "a half-restored slot is never offered"
@@ -218,12 +219,12 @@ def test_holder_without_it_and_holder_with_other_content_do_no_harm(stations: Ma
 
 def test_nobody_having_it_says_so_for_each(stations: MakeStations) -> None:
     job = stations(workers=3)
-    with pytest.raises(FetchFailed) as failure:
+    with pytest.raises(TriedInVain) as failure:
         fetch(job[0].vault, Artifact(0, Version(5, 1)), job[0].dials(1, 2))
     said = sorted(failure.value.reasons)
     assert [reason.split(":")[0] for reason in said] == ["worker 1", "worker 2"]
     assert all("not here" in reason for reason in said)
-    with pytest.raises(FetchFailed, match="no source is known"):
+    with pytest.raises(TriedInVain, match="no source is known"):
         fetch(job[0].vault, Artifact(0, Version(5, 1)), [])
 
 
