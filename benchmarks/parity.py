@@ -127,7 +127,7 @@ def _serve(pipe: Connection, folder: Path, data: int, parity: int, size: int) ->
 
 
 def _rebuild(worker: Station, group: ParityGroup) -> None:
-    fill_slot(worker.vault, ParitySource(group, 1, worker.connect), Artifact(0, VERSION), BoundedCall())
+    fill_slot(worker.vault, Artifact(0, VERSION), ParitySource(group, 1, worker.connect), BoundedCall())
 
 
 def _rebuilding(group: ParityGroup, size: int, rounds: int) -> list[float]:

@@ -121,7 +121,7 @@ class ArtifactSource(ABC):
         """Lets go of what is held between two artifacts."""
 
 
-def fill_slot(vault: Vault, place: ArtifactSource, artifact: Artifact, call: BoundedCall) -> OpenArtifact:
+def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: BoundedCall) -> OpenArtifact:
     """Brings all of an artifact into an own slot and seals it. Raises SourceFailed, NoFreeSlot, NotASlot,
     OSError; then no slot is taken."""
     with place.open(artifact, call) as found:

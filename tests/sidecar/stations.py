@@ -295,7 +295,7 @@ class Station:
         source = ParitySource(group, self.job.procs, self.connect)
         found: list[Quarantined] = [] if bad is None else bad
         try:
-            filled = fill_slot(self.vault, source, Artifact(rank, version, kind), BoundedCall())
+            filled = fill_slot(self.vault, Artifact(rank, version, kind), source, BoundedCall())
         except SourceFailed as error:
             found += error.bad
             raise

@@ -474,7 +474,7 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            fill_slot(self._process.vault, self.remote, artifact, BoundedCall())
+            fill_slot(self._process.vault, artifact, self.remote, BoundedCall())
             return Brought(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []

@@ -16,10 +16,10 @@ from functools import partial
 from tiercheck.connections import Guest, Strangers, hang_up
 from tiercheck.protocol.report import SPARE
 from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
+from tiercheck_sidecar.exchange.channel import why_no_ucx
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Inbox, Language, Session
-from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import named_addresses
 from tiercheck_sidecar.supervision import incoming

@@ -32,8 +32,7 @@ from tiercheck_sidecar.exchange.frames import (
     Wire,
     WireBroken,
 )
-from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.ucx import answer_ucx
+from tiercheck_sidecar.exchange.handshake import CallerClaim, answer_ucx
 from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described

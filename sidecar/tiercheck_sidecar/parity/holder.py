@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
@@ -351,11 +350,6 @@ class ParityHolder:
 
 _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
-
-
-def serving(state: SidecarState, holder: ParityHolder) -> Callable[[Wire, CallerClaim], Handlers]:
-    """For the exchange server: what else a proven connection understands."""
-    return lambda wire, claim: ParitySession(state, holder, wire, claim).handlers
 
 
 class ParitySession:

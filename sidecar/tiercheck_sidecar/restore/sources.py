@@ -334,7 +334,7 @@ class RestoreSources:
         source, rank = sources[0], artifact.rank
         try:
             if source.peer is None:
-                taken = self.call(source, partial(self._fill, artifact), rank)
+                taken = self.call(source, partial(fill_slot, self._vault, artifact), rank)
                 return Brought(source, tuple(taken.bad))
             peers = [each.peer for each in sources if each.peer is not None]
             done = self._bounded(
@@ -371,9 +371,6 @@ class RestoreSources:
     def lender(self) -> Lender:
         """For a rank that comes back on another mesh. To be closed."""
         return Lender(self._vault, self._state.config.vault_dir / FOLDER, self.call)
-
-    def _fill(self, artifact: Artifact, place: ArtifactSource, call: BoundedCall) -> OpenArtifact:
-        return fill_slot(self._vault, place, artifact, call)
 
     def _gather(self, artifact: Artifact, peers: Sequence[Peer], call: BoundedCall) -> Fetched:
         def dial_to(peer: Peer) -> Dial:
