@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
-from tests.sidecar.parity.group import Group
-from tests.sidecar.stations import Station, Stations
+from tests.sidecar.stations import Group, Station, Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar import coding

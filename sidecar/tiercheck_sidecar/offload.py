@@ -37,7 +37,7 @@ from tiercheck_sidecar.remote import (
     open_store,
 )
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.verification import evict_if_bad
+from tiercheck_sidecar.vault.inventory import evict_if_bad
 
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.stations import Group, MakeJob, MakeStations, Stations
 from tests.sidecar.world import MakeWorld, World
 
 

@@ -357,7 +357,7 @@ MUTATIONS = (
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
     Mutation("unverified restore", "own memory is loaded without a look at digests",
-        lambda: [(restore, "fault_of", lambda *_: "")],
+        lambda: [(restore.RankRestorer, "_verify", lambda self, artifact: self._sound.add(artifact))],
         _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt",
         _restore_what_is_at_hand, _struck("crash")),

@@ -37,7 +37,7 @@ from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.verification import evict_if_bad
+from tiercheck_sidecar.vault.inventory import evict_if_bad
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact

@@ -31,8 +31,8 @@ from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, Too
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.inventory import evict_if_bad
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 
 def due(

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 
 from tiercheck.failpoints import failpoint
@@ -36,7 +37,6 @@ from tiercheck_sidecar.restore.restore_plan import (
 )
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
-from tiercheck_sidecar.vault.verification import fault_of
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ class RankRestorer:
         meter = self._state.meter
         try:
             with meter.waiting("own memory"):
-                reason = fault_of(
-                    self._vault, artifact, self._verifiers, lambda count: meter.arrived(artifact.rank, count)
+                reason = self._vault.fault(
+                    artifact, Tier.LOCAL, threads=self._verifiers, read=partial(meter.arrived, artifact.rank)
                 )
         except NotHeld:
             return

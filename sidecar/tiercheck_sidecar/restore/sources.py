@@ -56,8 +56,8 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer, name_of
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
+from tiercheck_sidecar.vault.inventory import sealed
 from tiercheck_sidecar.vault.seal import header_fault
-from tiercheck_sidecar.vault.verification import mapped
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class OwnMemory(ArtifactSource):
     @contextlib.contextmanager
     def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
         try:
-            with mapped(self._vault, artifact) as (view, seal):
+            with self._vault.pin(artifact, Tier.LOCAL) as slot, sealed(slot) as (view, seal):
 
                 def read(chunks: Sequence[int], sink: ArtifactSink) -> None:
                     for index in chunks:

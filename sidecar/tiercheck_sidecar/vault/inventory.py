@@ -1,4 +1,7 @@
-"""Finds what survived a restart of the sidecar: slots whose bytes still match their seals.
+"""Reads what memory holds again, to see whether it is what was sealed.
+
+After a restart of the sidecar, slots whose bytes still match their seals are found. When what we send keeps
+arriving damaged, our own memory is the first suspect.
 
 Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be
 writing through its mapping, and must then write into a file that no one will ever open again.
@@ -8,14 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiercheck.plain_files import is_plain
-from tiercheck_sidecar.digest import first_mismatch
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, header_fault, read_seal, seal_path
-from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
+from tiercheck_sidecar.vault.slots import NotHeld, Pool, Slot, SlotState, remove
+
+if TYPE_CHECKING:
+    from tiercheck_sidecar.vault.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +65,20 @@ def _inspect(path: Path) -> Slot | None:
     return slot
 
 
-def fault(slot: Slot) -> str:
-    """Why the slot's bytes are not what its seal says; empty if they are. Raises OSError."""
+def fault(slot: Slot, threads: Executor | None = None, read: Callable[[int], None] = lambda _: None) -> str:
+    """Why the slot's bytes are not what its seal says; empty if they are. `threads` share the chunks, and
+    `read` hears of the bytes of each. Raises OSError."""
     with sealed(slot) as (view, seal):
-        bad = first_mismatch(view, seal.digests)
-        if bad is not None:
-            return f"chunk {bad} does not match its digest"
+        digests = seal.digests
+
+        def is_bad(index: int) -> bool:
+            bad = digest_chunk(chunk_view(view, digests, index)) != digests.values[index]
+            read(length_of(digests, index))
+            return bad
+
+        found = [*(map if threads is None else threads.map)(is_bad, range(len(digests.values)))]
+        if True in found:
+            return f"chunk {found.index(True)} does not match its digest"
         return header_fault(view, seal) if seal.share is None else ""
 
 
@@ -72,6 +91,30 @@ def sealed(slot: Slot) -> Iterator[tuple[memoryview, Seal]]:
         raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
     with slot.mapped(size=seal.digests.size) as view:
         yield view, seal
+
+
+def evict_if_bad(
+    state: SidecarState,
+    vault: Vault,
+    artifact: Artifact,
+    tier: Tier | None = None,
+    share: Share | None = None,
+) -> str:
+    """Read an artifact, or a block, again. If it has rotted it is freed and reported, and what is wrong with
+    it is returned: whoever complains of it is not believed, our own eyes are. What an own rank wrote may be
+    all that there is, so it stays where it only could not be read, as without descriptors."""
+    try:
+        reason = vault.fault(artifact, tier, share=share)
+    except (NotHeld, OSError) as error:
+        if tier is Tier.LOCAL:
+            return str(error)
+        reason = str(error)
+    if reason and vault.evict(
+        lambda seal: (seal.artifact, seal.share) == (artifact, share) and tier in (None, seal.tier)
+    ):
+        bad = Quarantined(artifact.rank, artifact.version, state.config.worker, reason, artifact.kind)
+        state.quarantine(bad)
+    return reason
 
 
 def _clear(directory: Path, kept: Iterable[Path]) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
@@ -152,12 +152,19 @@ class Vault:
                 slot.pins -= 1
                 self._settle(slot)
 
-    def fault(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> str:
-        """Read what `find` finds again and say what is wrong with it; empty if nothing is. Raises NotHeld,
-        OSError.
+    def fault(
+        self,
+        artifact: Artifact,
+        tier: Tier | None = None,
+        share: Share | None = None,
+        threads: Executor | None = None,
+        read: Callable[[int], None] = lambda _: None,
+    ) -> str:
+        """Read what `find` finds again and say what is wrong with it; empty if nothing is. `threads` and
+        `read` as for `inventory.fault`. Raises NotHeld, OSError.
         """
         with self.pin(artifact, tier, share) as slot:
-            return fault(slot)
+            return fault(slot, threads, read)
 
     # Room
 

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.stations import Station
+from tests.sidecar.stations import Group, MakeJob, Station
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version

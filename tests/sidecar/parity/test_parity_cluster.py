@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.sidecar.journeys.strikes import Strikes
-from tests.sidecar.parity.group import Group, MakeJob
+from tests.sidecar.stations import Group, MakeJob
 from tests.sidecar.world import MakeWorld, World, content, layout, until
 from tiercheck import supervised
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.stations import Station
+from tests.sidecar.stations import Group, MakeJob, Station
 from tests.sidecar.world import flip, until
 from tiercheck.protocol.directive import (
     Directive,

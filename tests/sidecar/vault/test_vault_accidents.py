@@ -24,9 +24,9 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.node_memory import OWNER, FolderClaim, FolderOwner
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
+from tiercheck_sidecar.vault.inventory import evict_if_bad
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
 from tiercheck_sidecar.vault.slots import SlotState
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 LIMIT = 4 << 20
 SIZE = 100_000
