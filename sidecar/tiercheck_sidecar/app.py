@@ -25,8 +25,7 @@ from tiercheck_sidecar.control.report import Reporter, own_credentials, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.channel import why_no_ucx
 from tiercheck_sidecar.exchange.handshake import Identity
-from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
-from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.exchange.server import ExchangeServer, HeartbeatSender
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import named_addresses

@@ -1,6 +1,11 @@
-"""Listens at the pod's address and the interfaces that the job names; takes pushes, answers pulls.
+"""Meets the job's other sidecars: listens for them, and asks each neighbour whether it is there.
 
-Each connection has a thread. Nothing is acknowledged before it is verified.
+It listens at the pod's address and the interfaces that the job names. Each connection has a thread. Nothing
+is acknowledged before it is verified.
+
+Neighbours are asked once a second, as streams fall silent when training does, and then tell nothing. With
+each answer comes the attempt that the neighbour follows, so a worker that was cut off learns that the job
+went on without it.
 """
 
 from __future__ import annotations
@@ -14,14 +19,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
-from tiercheck.protocol.report import SPARE
+from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.report import SPARE, Break
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
 from tiercheck_sidecar.exchange.channel import why_no_ucx
-from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
+from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit, dial_pod
 from tiercheck_sidecar.exchange.session import Inbox, Language, Session
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.watches import named_addresses
+from tiercheck_sidecar.model.watches import named_addresses, neighbours
 from tiercheck_sidecar.supervision import incoming
 from tiercheck_sidecar.vault import Vault
 
@@ -237,3 +244,89 @@ def _address_of(connection: socket.socket) -> str:
         return str(connection.getpeername()[0])
     except OSError:  # gone already
         return ""
+
+
+EVERY = 1.0
+ANSWER = 2.0
+"""Seconds that an answer may take."""
+
+
+class HeartbeatSender:
+    """`run` keeps a thread per neighbour of the current attempt.
+
+    A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks
+    proves little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time.
+    """
+
+    def __init__(self, state: SidecarState, identity: Identity, port: int) -> None:
+        self._state, self._identity, self._port = state, identity, port
+        self._attempt = 0
+        self._peers: frozenset[Peer] = frozenset()
+        self._lock = threading.Lock()
+        self._threads: set[tuple[Peer, int]] = set()
+        """Who has a thread, for which attempt."""
+
+    def run(self) -> None:
+        for _ in self._state.looks(timeout=5.0):
+            directive = self._state.directive
+            if directive is None:
+                continue
+            peers = neighbours(directive)
+            if (directive.attempt, peers) != (self._attempt, self._peers):
+                coordinator = (
+                    {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                )
+                self._state.peers.only(peers | coordinator)
+                with self._lock:
+                    self._attempt, self._peers = directive.attempt, peers
+            for peer in peers:
+                self._begin(peer, directive.attempt)
+
+    def _begin(self, peer: Peer, attempt: int) -> None:
+        with self._lock:
+            if (peer, attempt) in self._threads:
+                return
+            name = f"heartbeat-of-worker-{peer.worker}"
+            self._state.threads.loop(name, lambda: self._listen(peer, attempt))
+            self._threads.add((peer, attempt))
+
+    def _listen(self, peer: Peer, attempt: int) -> None:
+        watch = self._state.peers
+        while self._wanted(peer, attempt):
+            connected = False
+            try:
+                with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
+                    wire.patience(ANSWER)
+                    while self._wanted(peer, attempt):
+                        wire.send(Ask("pulse"))
+                        said = wire.receive(Say)
+                        connected = True
+                        watch.answered(peer)
+                        self._state.learn(SignedAttempt(said.attempt, said.signature))
+                        self._pause(peer)
+            except PeerRefused as error:
+                if error.attempt is None:
+                    watch.broken(peer, Break.REFUSED)  # somebody else has its address now
+                else:
+                    watch.answered(peer)
+                    self._state.learn(error.attempt)
+            except PeerSilent:
+                watch.broken(peer, Break.SILENT)
+            except WireBroken:
+                if connected:
+                    continue  # it may have been started again: look at once
+                watch.broken(peer, Break.REFUSED)
+            except BaseException:
+                watch.broken(peer, Break.REFUSED)  # whatever it says, it is no answer
+                raise
+            self._pause(peer)
+
+    def _wanted(self, peer: Peer, attempt: int) -> bool:
+        with self._lock:
+            wanted = not self._state.stopping and self._attempt == attempt and peer in self._peers
+            if not wanted:
+                self._threads.discard((peer, attempt))
+            return wanted
+
+    def _pause(self, peer: Peer) -> None:
+        self._state.wait_until(lambda: self._state.peers.doubted(peer), EVERY)

@@ -60,8 +60,9 @@ def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks:
     return wire.receive(Say)
 
 
-def offer(seal: Seal) -> Ask:
-    return Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
+def offer(wire: Wire, seal: Seal) -> Say:
+    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
+    return wire.receive(Say)
 
 
 def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
@@ -109,14 +110,12 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) ->
     content = job[0].content(seal, Tier.LOCAL)
     chunks = len(seal.digests.values)
     first = job[0].connect(1)
-    first.send(offer(seal))
-    said = first.receive(Say)
+    said = offer(first, seal)
     assert (said.state, said.missing) == ("send", tuple(range(chunks)))
     assert send_by_hand(first, seal, content, said.transfer, 0, 3, 5).damaged == ()
     first.close()
     second = job[0].connect(1)
-    second.send(offer(seal))
-    again = second.receive(Say)
+    again = offer(second, seal)
     assert (again.state, set(again.missing)) == ("send", set(range(chunks)) - {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
@@ -130,10 +129,8 @@ def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: MakeSta
     seal = job[0].save(Version(5, 1), LARGE)
     content = job[0].content(seal, Tier.LOCAL)
     with closing(job[0].connect(1)) as first, closing(job[0].connect(1)) as second:
-        first.send(offer(seal))
-        late = first.receive(Say).transfer
-        second.send(offer(seal))
-        said = second.receive(Say)
+        late = offer(first, seal).transfer
+        said = offer(second, seal)
         with pytest.raises(WireBroken):
             send_by_hand(first, seal, content, late, 0)
         assert send_by_hand(second, seal, content, said.transfer, 0).state == "ok"
@@ -144,14 +141,12 @@ def test_other_content_under_the_same_name_starts_over(stations: MakeStations) -
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    said = wire.receive(Say)
+    said = offer(wire, seal)
     send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), said.transfer, 0)
     other = Seal(
         0, seal.version, seal.world_size, Tier.LOCAL, type(seal.digests)(LARGE, 4 * MIB, ("0" * 32,) * 6)
     )
-    wire.send(offer(other))
-    again = wire.receive(Say)
+    again = offer(wire, other)
     assert again.state == "send"
     assert again.transfer != said.transfer
     assert again.missing == tuple(range(6))
@@ -162,8 +157,7 @@ def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Mak
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     old = job[0].connect(1)
-    old.send(offer(seal))
-    said = old.receive(Say)
+    said = offer(old, seal)
     old.send(Ask("join", transfer=said.transfer))
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
@@ -180,8 +174,7 @@ def test_chunk_that_arrives_damaged_is_sent_again(stations: MakeStations) -> Non
     content = job[0].content(seal, Tier.LOCAL)
     bad = content[: 9 * MIB] + bytes([content[9 * MIB] ^ 1]) + content[9 * MIB + 1 :]
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    transfer = wire.receive(Say).transfer
+    transfer = offer(wire, seal).transfer
     assert send_by_hand(wire, seal, bad, transfer, *range(6)).damaged == (2,)
     wire.send(Ask("commit", transfer=transfer))
     assert wire.receive(Say).state == "again"
@@ -248,8 +241,7 @@ def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
     old, kept, new = (job[0].save(Version(step, 1), MIB) for step in (1, 2, 3))
     job[0].push(kept, 1)
     abandoned = job[0].connect(1)
-    abandoned.send(offer(old))
-    assert abandoned.receive(Say).state == "send"
+    assert offer(abandoned, old).state == "send"
     abandoned.close()
     assert job[0].push(new, 1)
 
@@ -277,8 +269,7 @@ def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: MakeSta
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    transfer = wire.receive(Say).transfer
+    transfer = offer(wire, seal).transfer
     job.next_attempt()
     assert send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), transfer, *range(6)).damaged == ()
     wire.send(Ask("commit", transfer=transfer))

@@ -207,8 +207,7 @@ def body(path: str, size: int) -> bytes:
 def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(make_world: MakeWorld) -> None:
     world = make_world(ParityWorld, workers=4, procs=2, groups=(((0, 1), (2,)), ((2, 3), (0,)))).launch()
     world.train(6, 4, SIZE, DELTA)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(6, 1), world.from_parity(0))
     for rank in world.restored(0).restore.ranks:
         assert (rank.tier, rank.worker, rank.rebuilt, rank.deltas) == (Tier.PEER, None, True, 2), rank
@@ -228,8 +227,7 @@ def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(m
 def test_both_members_of_a_group_come_back_from_two_blocks(make_world: MakeWorld) -> None:
     world = make_world(ParityWorld, workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1)))).launch()
     world.train(5, 4, SIZE, DELTA)
-    world.lose(0, 1)
-    world.start(0, 1)
+    world.renew(0, 1)
     world.begin(Version(5, 1), world.from_parity(0) | world.from_parity(1))
     for worker in (0, 1):
         (rank,) = world.restored(worker).restore.ranks
@@ -273,7 +271,6 @@ def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(make_wo
 
     until(moved, "the blocks at the new holders")
     world.reach("peer", version)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(version, world.from_parity(0) | {rank: (Source(Tier.LOCAL),) for rank in (1, 2, 3)})
     assert world.restored(0).restore.ranks[0].rebuilt
