@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -244,7 +245,7 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
     place = Path(tempfile.mkdtemp(dir=folder))
     store = Store(folder, offer)
     lender = Lender(cast(Vault, Empty()), place, lambda _, body, rank: body(store, BoundedCall()))  # type: ignore[arg-type]
-    directive = cast(Directive, _Nowhere())
+    directive = cast(Directive, SimpleNamespace(restore=None))  # no source but the store
 
     def borrow(rank: int, ranges: Ranges) -> str:
         artifact, wanted = Artifact(rank, offer.version), ranges
@@ -259,12 +260,6 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
     lender.close()
     shutil.rmtree(place, ignore_errors=True)
     return store.read
-
-
-class _Nowhere:
-    """A directive that names no source but the store."""
-
-    restore = None
 
 
 def theirs(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

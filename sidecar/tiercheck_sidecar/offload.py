@@ -37,7 +37,6 @@ from tiercheck_sidecar.remote import (
     open_store,
 )
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import evict_if_bad
 
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
@@ -357,7 +356,7 @@ class Uploader:
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
+                self._vault.evict_if_bad(self._state, seal.artifact, Tier.LOCAL)
                 raise
             except NotHeld:
                 continue  # freed meanwhile

@@ -260,44 +260,35 @@ class HeartbeatSender:
 
     def __init__(self, state: SidecarState, identity: Identity, port: int) -> None:
         self._state, self._identity, self._port = state, identity, port
-        self._attempt = 0
-        self._peers: frozenset[Peer] = frozenset()
-        self._lock = threading.Lock()
-        self._threads: set[tuple[Peer, int]] = set()
-        """Who has a thread, for which attempt."""
+        self._era: tuple[int, frozenset[Peer]] = (0, frozenset())
+        self._begun: set[Peer] = set()
+        """Who has a thread in this era, which ends when another set takes its place."""
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=5.0):
             directive = self._state.directive
             if directive is None:
                 continue
-            peers = neighbours(directive)
-            if (directive.attempt, peers) != (self._attempt, self._peers):
+            era = directive.attempt, neighbours(directive)
+            if era != self._era:
                 coordinator = (
                     {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
                 )
-                self._state.peers.only(peers | coordinator)
-                with self._lock:
-                    self._attempt, self._peers = directive.attempt, peers
-            for peer in peers:
-                self._begin(peer, directive.attempt)
+                self._state.peers.only(era[1] | coordinator)
+                self._era, self._begun = era, set()
+            for peer in era[1] - self._begun:
+                name = f"heartbeat-of-worker-{peer.worker}"
+                self._state.threads.loop(name, partial(self._listen, peer, era[0], self._begun))
+                self._begun.add(peer)
 
-    def _begin(self, peer: Peer, attempt: int) -> None:
-        with self._lock:
-            if (peer, attempt) in self._threads:
-                return
-            name = f"heartbeat-of-worker-{peer.worker}"
-            self._state.threads.loop(name, lambda: self._listen(peer, attempt))
-            self._threads.add((peer, attempt))
-
-    def _listen(self, peer: Peer, attempt: int) -> None:
+    def _listen(self, peer: Peer, attempt: int, begun: set[Peer]) -> None:
         watch = self._state.peers
-        while self._wanted(peer, attempt):
+        while not self._is_over(begun):
             connected = False
             try:
                 with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
                     wire.patience(ANSWER)
-                    while self._wanted(peer, attempt):
+                    while not self._is_over(begun):
                         wire.send(Ask("pulse"))
                         said = wire.receive(Say)
                         connected = True
@@ -321,12 +312,8 @@ class HeartbeatSender:
                 raise
             self._pause(peer)
 
-    def _wanted(self, peer: Peer, attempt: int) -> bool:
-        with self._lock:
-            wanted = not self._state.stopping and self._attempt == attempt and peer in self._peers
-            if not wanted:
-                self._threads.discard((peer, attempt))
-            return wanted
+    def _is_over(self, begun: set[Peer]) -> bool:
+        return self._state.stopping or self._begun is not begun
 
     def _pause(self, peer: Peer) -> None:
         self._state.wait_until(lambda: self._state.peers.doubted(peer), EVERY)

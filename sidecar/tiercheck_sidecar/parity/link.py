@@ -233,7 +233,12 @@ class ParitySender:
     def _relink(self, directive: Directive) -> None:
         holders = directive.parity.holders if directive.parity else ()
         key = directive.attempt, directive.parity
-        links = tuple(self._link(holder, key) for holder in holders)
+        links: tuple[Link, ...] = ()
+
+        def is_over() -> bool:
+            return self._state.stopping or self._links is not links
+
+        links = tuple(self._link(holder, key, is_over) for holder in holders)
         with self._lock:
             old, self._links, self._key = self._links, links, key
         if directive.parity or old:
@@ -255,12 +260,18 @@ class ParitySender:
             links = self._links
         return any(link.owes for link in links)
 
-    def _link(self, holder: Peer, key: tuple[int, ParityGroup | None]) -> Link:
+    def _link(self, holder: Peer, key: tuple[int, ParityGroup | None], is_over: Callable[[], bool]) -> Link:
         def connect() -> Wire:
             return dial(self._identity, key[0], holder, self._port)
 
         report = partial(self._troubles.report, key, holder)
         return Link(
-            self._state, self._vault, holder, key[0], connect, bucket=self.bucket, tell=report,
-            is_over=lambda: self._state.stopping or self._key != key,
-        )  # fmt: skip
+            self._state,
+            self._vault,
+            holder,
+            key[0],
+            connect,
+            bucket=self.bucket,
+            tell=report,
+            is_over=is_over,
+        )

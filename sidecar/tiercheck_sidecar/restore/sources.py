@@ -1,4 +1,4 @@
-"""Gives a restore the places that it reads from: asks each what it has, and brings it, or chunks of it.
+"""Gives a restore its sources: asks each what it has, and brings artifacts or chunks of them.
 
 Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
 tier has the snapshots of complete versions. Several peers bring a whole artifact together (`exchange.fetch`).

@@ -1,10 +1,8 @@
 """Reads what memory holds again, to see whether it is what was sealed.
 
-After a restart of the sidecar, slots whose bytes still match their seals are found. When what we send keeps
-arriving damaged, our own memory is the first suspect.
-
-Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be
-writing through its mapping, and must then write into a file that no one will ever open again.
+After a restart of the sidecar, slots whose bytes still match their seals are found. Anything unsealed is
+removed rather than reused in place: a trainer that outlived the sidecar may still be writing through its
+mapping, and must then write into a file that no one will ever open again.
 """
 
 from __future__ import annotations
@@ -14,19 +12,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiercheck.plain_files import is_plain
-from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
-from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, header_fault, read_seal, seal_path
-from tiercheck_sidecar.vault.slots import NotHeld, Pool, Slot, SlotState, remove
-
-if TYPE_CHECKING:
-    from tiercheck_sidecar.vault.vault import Vault
+from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
 log = logging.getLogger(__name__)
 
@@ -91,30 +81,6 @@ def sealed(slot: Slot) -> Iterator[tuple[memoryview, Seal]]:
         raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
     with slot.mapped(size=seal.digests.size) as view:
         yield view, seal
-
-
-def evict_if_bad(
-    state: SidecarState,
-    vault: Vault,
-    artifact: Artifact,
-    tier: Tier | None = None,
-    share: Share | None = None,
-) -> str:
-    """Read an artifact, or a block, again. If it has rotted it is freed and reported, and what is wrong with
-    it is returned: whoever complains of it is not believed, our own eyes are. What an own rank wrote may be
-    all that there is, so it stays where it only could not be read, as without descriptors."""
-    try:
-        reason = vault.fault(artifact, tier, share=share)
-    except (NotHeld, OSError) as error:
-        if tier is Tier.LOCAL:
-            return str(error)
-        reason = str(error)
-    if reason and vault.evict(
-        lambda seal: (seal.artifact, seal.share) == (artifact, share) and tier in (None, seal.tier)
-    ):
-        bad = Quarantined(artifact.rank, artifact.version, state.config.worker, reason, artifact.kind)
-        state.quarantine(bad)
-    return reason
 
 
 def _clear(directory: Path, kept: Iterable[Path]) -> None:

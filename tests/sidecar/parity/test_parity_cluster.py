@@ -46,9 +46,7 @@ def test_last_word_of_a_holder_is_the_one_that_stays(
 ) -> None:
     """Snapshots and deltas are told of by two threads."""
     job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "linked")
+    job.protect(V, 100_000)
     state, (link,) = job.stations[0].state, job.stations[0].sender._links
     real, held, go_on = state.problem, threading.Event(), threading.Event()
 
@@ -131,14 +129,10 @@ def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_onc
 ) -> None:
     strikes = Strikes(monkeypatch)
     job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "protected")
+    job.protect(V, 100_000)
     until(lambda: not strikes.spared(), "all fail")
     assert set(strikes.begun.values()) >= {"parity-2-status", "parity-2-snapshots", "parity-2-deltas"}
-    job.save(Version(11, 1), 100_000)
-    job.name(Version(11, 1))
-    until(lambda: Version(11, 1) in job.stations[0].copied(0), "protected after that")
+    job.protect(Version(11, 1), 100_000)
 
 
 def test_lanes_that_got_no_thread_at_first_are_begun_later(
@@ -155,9 +149,7 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "protected")
+    job.protect(V, 100_000)
     assert len(refused) == 3
 
 
