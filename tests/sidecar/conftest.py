@@ -54,6 +54,12 @@ def make_job(memory: Path) -> Iterator[MakeJob]:
 
 
 @pytest.fixture
+def job(make_job: MakeJob) -> Any:
+    """A parity group of two members and one holder."""
+    return make_job(data=2, parity=1)
+
+
+@pytest.fixture
 def stations(make_job: MakeJob) -> MakeStations:
     """Builds the exchange's ends of several sidecars, in this process; they end with the test."""
     return partial(make_job, Stations)

@@ -27,8 +27,7 @@ def problems(job: Group, worker: int) -> list[str]:
     return [each.message for each in job.stations[worker].state.problems if each.reason == "PeerUnreachable"]
 
 
-def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(job: Group) -> None:
     job.stations[2].stop()
     job.save(V, 100_000)
     job.name(V)
@@ -41,11 +40,8 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_jo
     until(lambda: not problems(job, 0), "the member takes it back")
 
 
-def test_last_word_of_a_holder_is_the_one_that_stays(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots and deltas are told of by two threads."""
-    job = make_job(data=2, parity=1)
     job.protect(V, 100_000)
     state, (link,) = job.stations[0].state, job.stations[0].sender._links
     real, held, go_on = state.problem, threading.Event(), threading.Event()
@@ -69,9 +65,8 @@ def test_last_word_of_a_holder_is_the_one_that_stays(
     assert problems(job, 0) == []
 
 
-def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:
+def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(job: Group) -> None:
     """Or its last word, that it has everything, would be asked for again and again."""
-    job = make_job(data=2, parity=1)
     job.protect(V, 100_000)
     job.lose(2)
     job.stations[2].follow(job.directive(2))
@@ -100,8 +95,7 @@ def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     assert state.counters.replicated == 2
 
 
-def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(job: Group) -> None:
     member = job.stations[0]
     job.save_rank(0, V, 1_000_000)
     job.spoil(0, V, 500_000)
@@ -111,8 +105,7 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     assert member.vault.find(Artifact(0, V)) is None
 
 
-def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_deltas_and_snapshots_share_the_workers_bandwidth(job: Group) -> None:
     taken: list[int] = []
     for station in job.members:
         plain = station.sender.bucket.take

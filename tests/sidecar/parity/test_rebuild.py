@@ -124,14 +124,12 @@ def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
         job.stations[0].rebuild(0, V, job.group)
 
 
-def test_no_block_at_all_is_a_sentence(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_no_block_at_all_is_a_sentence(job: Group) -> None:
     with pytest.raises(SourceFailed, match="no parity block"):
         job.stations[0].rebuild(0, V, job.group)
 
 
-def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(job: Group) -> None:
     job.protect(V, 1_000_000)
     holder = job.holders[0]
     (block,) = holder.blocks()
@@ -171,8 +169,7 @@ def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_jo
     assert headers[4] < headers[3], "what had been rebuilt before was not rebuilt again"
 
 
-def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_connection_refused_for_once_costs_no_source(job: Group) -> None:
     saved = job.protect(V, 20_000_000)
     job.lose(1, back_to=V)
     dials: Counter[Peer] = Counter()
@@ -220,8 +217,7 @@ def test_two_blocks_make_up_for_two_members(make_job: MakeJob) -> None:
     assert ask(job, 0) == {Artifact(0, V): len(saved[0])}
 
 
-def test_silence_is_not_taken_for_nothing(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_silence_is_not_taken_for_nothing(job: Group) -> None:
     for worker in (1, 2):
         job.stations[worker].stop()
     with pytest.raises(SourceFailed, match="worker 2"):
@@ -241,8 +237,7 @@ def rehearsed(job: Group) -> SidecarState:
     return me.state
 
 
-def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_what_parity_would_give_back_is_proved(job: Group) -> None:
     job.protect(V, 50_000)
     used = [station.vault.used() for station in job.stations]
     state = rehearsed(job)
@@ -252,9 +247,8 @@ def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
 
 
 def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_what_it_has(
-    make_job: MakeJob,
+    job: Group,
 ) -> None:
-    job = make_job(data=2, parity=1)
     job.protect(V, 50_000)
     with job.stations[1].vault.pin(Artifact(1, V)) as slot:
         flip(slot.path, 30_000)
