@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
-from tests.sidecar.parity.group import Group
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import Group, Station, Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar import coding
+from tiercheck_sidecar.artifact_source import BoundedCall, fill_slot
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.parity.rebuild import rebuild
+from tiercheck_sidecar.parity.rebuild import ParitySource
 
 CODES = {"XOR 4+1": (4, 1), "RS 4+2": (4, 2)}
 """Members and blocks."""
@@ -125,6 +125,10 @@ def _serve(pipe: Connection, folder: Path, data: int, parity: int, size: int) ->
     job.close()
 
 
+def _rebuild(worker: Station, group: ParityGroup) -> None:
+    fill_slot(worker.vault, Artifact(0, VERSION), ParitySource(group, 1, worker.connect), BoundedCall())
+
+
 def _rebuilding(group: ParityGroup, size: int, rounds: int) -> list[float]:
     """Seconds of each round until the first member's artifact is rebuilt and sealed at a new one that has
     nothing but its slot, which the first round makes."""
@@ -132,7 +136,7 @@ def _rebuilding(group: ParityGroup, size: int, rounds: int) -> list[float]:
         job = Stations(Path(folder), 1, limit=8 * size + 64 * MIB)
         worker, found = job.stations[0], []
         for _ in range(rounds):
-            found.append(_seconds(lambda: rebuild(worker.vault, Artifact(0, VERSION), group, worker.connect)))
+            found.append(_seconds(lambda: _rebuild(worker, group)))
             worker.vault.evict(lambda seal: True)
         job.close()
     return found

@@ -8,15 +8,17 @@ folder in memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -42,14 +44,15 @@ from benchmarks.harness import (
 )
 from benchmarks.sharing import paired
 from tiercheck import Checkpointer
-from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.version import Artifact, Digests
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
-from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, OpenArtifact
+from tiercheck_sidecar.digest import digest, digest_chunk
 from tiercheck_sidecar.restore.sources import Lender
-from tiercheck_sidecar.vault import NotHeld, Vault
+from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 
 CHANGES = {
     "FSDP 4 to 2": (4, "fsdp", 2),
@@ -164,18 +167,21 @@ class Store:
     def digests(self, artifact: Artifact) -> Digests:
         return from_json((self._folder / f"digests-{artifact.rank}").read_bytes(), Digests)
 
-    def fetch_chunks(
-        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object
-    ) -> None:
+    @contextlib.contextmanager
+    def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
         digests = self.digests(artifact)
         assert self._offer.borrow is not None
-        with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
+
+        def read(indices: Sequence[int], sink: ArtifactSink) -> None:
             for index in indices:
-                with chunk_view(into, digests, index) as chunk:
+                with sink.room(digests, index) as chunk:
                     os.preadv(file.fileno(), [chunk], index * digests.chunk)
                     self.read += len(chunk)
                     if digest_chunk(chunk) != digests.values[index]:
                         raise RuntimeError(f"chunk {index} is damaged")
+
+        with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
+            yield OpenArtifact(Seal(artifact.rank, artifact.version, 0, Tier.LOCAL, digests), read)
 
 
 class Empty:
@@ -238,8 +244,8 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
         return 0
     place = Path(tempfile.mkdtemp(dir=folder))
     store = Store(folder, offer)
-    lender = Lender(cast(Vault, Empty()), place, lambda _: None, store)  # type: ignore[arg-type,return-value]
-    directive = cast(Directive, _Nowhere())
+    lender = Lender(cast(Vault, Empty()), place, lambda _, body, rank: body(store, BoundedCall()))  # type: ignore[arg-type]
+    directive = cast(Directive, SimpleNamespace(restore=None))  # no source but the store
 
     def borrow(rank: int, ranges: Ranges) -> str:
         artifact, wanted = Artifact(rank, offer.version), ranges
@@ -254,12 +260,6 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
     lender.close()
     shutil.rmtree(place, ignore_errors=True)
     return store.read
-
-
-class _Nowhere:
-    """A directive that names no source but the store."""
-
-    restore = None
 
 
 def theirs(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

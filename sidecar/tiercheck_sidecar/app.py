@@ -23,17 +23,16 @@ from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
 from tiercheck_sidecar.control.report import Reporter, own_credentials, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
+from tiercheck_sidecar.exchange.channel import why_no_ucx
 from tiercheck_sidecar.exchange.handshake import Identity
-from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
-from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.exchange.ucx import why_no_ucx
+from tiercheck_sidecar.exchange.server import ExchangeServer, HeartbeatSender
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import named_addresses
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
-from tiercheck_sidecar.parity.holder import ParityHolder, serving
+from tiercheck_sidecar.parity.holder import ParityHolder, ParitySession
 from tiercheck_sidecar.parity.link import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.replicate.replicate import Replicator
@@ -100,16 +99,18 @@ class Sidecar:
         self.stores = JobStore(config)
         inventory = RemoteListing(self.state, self.coordinator.stored)
         self.uploader = Uploader(self.state, self.vault, self.stores, inventory, self.coordinator.manifest)
-        remote = RemoteSource(self.state, self.vault, self.stores)
-        reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
-        self.restorer = Restorer(self.state, self.vault, reach)
-        self.rehearser = Rehearser(self.state, self.vault, reach)
-        self.socket = TrainerSocket(self.state, self.vault, reach)
+        remote = RemoteSource(self.state, self.stores)
+        self.reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
+        self.restorer = Restorer(self.state, self.vault, self.reach)
+        self.rehearser = Rehearser(self.state, self.vault, self.reach)
+        self.socket = TrainerSocket(self.state, self.vault, self.reach)
         self.parity = ParitySender(
-            self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
+            self.state, self.vault, self.identity, names.EXCHANGE_PORT, bucket=self.replicator.bucket
         )
         self.parity_holder = ParityHolder(self.state, self.vault)
-        self.exchange.language = serving(self.state, self.parity_holder)
+        self.exchange.language = lambda wire, claim: (
+            ParitySession(self.state, self.parity_holder, wire, claim).handlers
+        )
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
         self.tiers = TierClient(self.state, self.vault, self._acknowledged, self.uploader.uploaded)

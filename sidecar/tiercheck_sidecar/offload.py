@@ -7,7 +7,6 @@ counts, writes the manifest, once every rank's object is there, and forgets what
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -15,8 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.report import SPARE, RestoreState
-from tiercheck.protocol.version import Artifact, Digests, Manifest, RankArtifact, Version
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck.protocol.version import Artifact, Manifest, RankArtifact, Version
+from tiercheck_sidecar.artifact_source import (
+    ArtifactSink,
+    ArtifactSource,
+    BoundedCall,
+    OpenArtifact,
+    SourceCorrupt,
+    SourceFailed,
+)
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
@@ -31,7 +37,6 @@ from tiercheck_sidecar.remote import (
     open_store,
 )
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
@@ -69,19 +74,21 @@ class JobStore:
         return open_store(config.remote, config.job, Claimant(config.cluster, config.job_uid))
 
 
-class RemoteSource:
-    """Thread-safe."""
+class RemoteSource(ArtifactSource):
+    """Snapshots of complete versions in the remote tier. Thread-safe."""
 
-    def __init__(self, state: SidecarState, vault: Vault, stores: JobStore) -> None:
-        self._state, self._vault, self._stores = state, vault, stores
+    def __init__(self, state: SidecarState, stores: JobStore) -> None:
+        self._state, self._stores = state, stores
         self._lock = threading.Lock()
         self._manifests: dict[Version, Manifest] = {}
+        self._described: dict[Artifact, RankArtifact] = {}
 
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
-        """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with
-        bytes. Raises SourceFailed."""
+    def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
+        """The newest snapshots of `rank` up to `version` that the history accepts."""
         directive = self._state.directive
         assert directive is not None
+        with self._lock:  # what follows reads anew what describes them
+            self._described = {each: known for each, known in self._described.items() if each.rank != rank}
         with self._opened() as store:
             usable = [
                 each for each in store.versions() if each <= version and directive.history.accepts(each)
@@ -93,44 +100,25 @@ class RemoteSource:
                     found[Artifact(rank, each)] = named.bytes
             return found
 
-    def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> Seal:
-        """Copy one rank's snapshot from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt,
-        NoFreeSlot, NotASlot, OSError."""
+    @contextlib.contextmanager
+    def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
+        rank, version = artifact.rank, artifact.version
         with self._opened() as store:
-            artifact, world_size = store.artifact(rank, version), self._manifest(store, version).world_size
-            assert artifact.digests is not None
-            draft = self._vault.draft(Seal(rank, version, world_size, Tier.LOCAL, artifact.digests))
-            try:
-                store.fetch(artifact, draft.view, heard=heard)
-                draft.keep()
-            finally:
-                draft.release()
-            return draft.seal
+            named = self._described.get(artifact) or store.artifact(rank, version)
+            with self._lock:
+                others = list(self._described.items())[: _LISTED - 1]
+                self._described = {artifact: named, **dict(others)}
+            digests, world_size = named.digests, self._manifest(store, version).world_size
+            assert digests is not None
 
-    def digests(self, artifact: Artifact) -> Digests:
-        """Of a snapshot of a complete version. Raises SourceFailed, SourceCorrupt."""
-        with self._opened() as store:
-            found = store.artifact(artifact.rank, artifact.version).digests
-            assert found is not None
-            return found
+            def read(chunks: Sequence[int], sink: ArtifactSink) -> None:
+                if len(sink.view) >= digests.size:
+                    store.fetch(named, sink.view, chunks, call.arrived)
+                    return
+                for index in chunks:
+                    store.fetch_stretch(named, index * digests.chunk, sink.room(digests, index))
 
-    def fetch_chunks(
-        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: Callable[[int], None]
-    ) -> None:
-        """Fill these chunks of `into`, verified. Raises SourceFailed, SourceCorrupt."""
-        with self._opened() as store:
-            store.fetch(store.artifact(artifact.rank, artifact.version), into, indices, heard)
-
-    def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
-        """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it.
-        Raises SourceFailed, SourceCorrupt."""
-        with self._opened() as store:
-            named = self._manifest(store, artifact.version).artifacts
-            of_rank = next((each for each in named if each.rank == artifact.rank), None)
-            if of_rank is None:
-                raise SourceFailed(f"the manifest of {artifact.version} does not name rank {artifact.rank}")
-            detailed = dataclasses.replace(of_rank, digests=digests)
-            store.fetch_stretch(detailed, index * digests.chunk, into)
+            yield OpenArtifact(Seal(rank, version, world_size, Tier.LOCAL, digests), read)
 
     def _manifest(self, store: RemoteStore, version: Version) -> Manifest:
         """All local ranks ask for the same few."""
@@ -368,7 +356,7 @@ class Uploader:
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
+                self._vault.evict_if_bad(self._state, seal.artifact, Tier.LOCAL)
                 raise
             except NotHeld:
                 continue  # freed meanwhile

@@ -97,7 +97,6 @@ OTHERS = {
     "remote/s3/s3_clients.py": "certificates of the image, or what the Secret names",
     "remote/directory.py": "files below a folder that was opened without links",
     "node_memory.py": "`.owner` of the own folder, made anew unless it is a plain file",
-    "rehearsal/routes.py": "/dev/null",
     "pacing.py": "the kernel's",
     "vault/slots.py": "the kernel's",
     "to_safetensors.py": "what the command itself makes, in a new folder",

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.stations import Group, MakeJob, MakeStations, Stations
 from tests.sidecar.world import MakeWorld, World
 
 
@@ -52,6 +51,12 @@ def make_job(memory: Path) -> Iterator[MakeJob]:
     yield build
     for job in built:
         job.close()
+
+
+@pytest.fixture
+def job(make_job: MakeJob) -> Any:
+    """A parity group of two members and one holder."""
+    return make_job(data=2, parity=1)
 
 
 @pytest.fixture

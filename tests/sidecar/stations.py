@@ -10,17 +10,19 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests import operator_key
-from tests.sidecar.world import JOB_UID, content, until
+from tests.sidecar.world import JOB_UID, content, flip, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
-from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
+from tiercheck.protocol.report import Quarantined, RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
+from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed, fill_slot
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.addresses import OwnAddress
 from tiercheck_sidecar.exchange.channel import TcpChannel
@@ -30,8 +32,9 @@ from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity.rebuild import rebuild
+from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.replicate.lane import push
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
 
@@ -282,16 +285,109 @@ class Station:
             return slot.path
 
     def rebuild(
-        self, rank: int, version: Version, group: ParityGroup, kind: Kind = Kind.SNAPSHOT, **more: Any
+        self,
+        rank: int,
+        version: Version,
+        group: ParityGroup,
+        kind: Kind = Kind.SNAPSHOT,
+        bad: list[Quarantined] | None = None,
     ) -> bytes:
-        seal = rebuild(self.vault, Artifact(rank, version, kind), group, self.connect, **more)
+        """An own rank's artifact, from parity into memory. `bad`: takes what proves to be so."""
+        source = ParitySource(group, self.job.procs, self.connect)
+        found: list[Quarantined] = [] if bad is None else bad
+        try:
+            filled = fill_slot(self.vault, Artifact(rank, version, kind), source, BoundedCall())
+        except SourceFailed as error:
+            found += error.bad
+            raise
+        found += filled.bad
+        seal = filled.seal
         assert (seal.rank, seal.version, seal.kind, seal.tier) == (rank, version, kind, Tier.LOCAL)
         return self.content(seal, Tier.LOCAL)
+
+    def reach(self, remote: object) -> RestoreSources:
+        """What its restores read from, with another remote tier."""
+        return RestoreSources(self.state, self.vault, self.identity, self.job.port, remote)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """The process ends; nothing answers any more."""
         self.server.stop()
         self.state.stop()
+
+
+MakeJob = Callable[..., "Group"]
+
+
+class Group(Stations):
+    """Workers 0..data-1 are its members, the next ones its holders."""
+
+    loops = ("parity", "parity-blocks")
+
+    def __init__(self, memory: Path, data: int, parity: int, procs: int = 1, limit: int = 256 << 20) -> None:
+        self.data = data
+        super().__init__(memory, data + parity, procs, limit)
+
+    @property
+    def group(self) -> ParityGroup:
+        peers = [self.peer(worker) for worker in range(self.workers)]
+        return ParityGroup(tuple(peers[: self.data]), tuple(peers[self.data :]))
+
+    def directive(self, worker: int, policy: Policy | None = None) -> Directive:
+        plain = super().directive(worker, policy or Policy(1, 1_000_000, 5))
+        parity, folded = (self.group, ()) if worker < self.data else (None, (self.group,))
+        return replace(plain, holders=(), hosted=(), parity=parity, folded=folded)
+
+    @property
+    def members(self) -> list[Station]:
+        return self.stations[: self.data]
+
+    @property
+    def holders(self) -> list[Station]:
+        return self.stations[self.data :]
+
+    def save_rank(self, rank: int, version: Version, size: int, kind: Kind = Kind.SNAPSHOT) -> bytes:
+        """One rank captures `version`. Returns its bytes."""
+        station = self.stations[rank // self.procs]
+        seal = station.save(version, size, kind, rank)
+        return station.content(seal, seal.tier)
+
+    def save(self, version: Version, *sizes: int, kind: Kind = Kind.SNAPSHOT) -> dict[int, bytes]:
+        """Every rank captures `version`, with these sizes in turn. Returns the bytes of each."""
+        ranks = [rank for station in self.members for rank in station.state.config.ranks]
+        return {rank: self.save_rank(rank, version, sizes[rank % len(sizes)], kind) for rank in ranks}
+
+    def protect(self, version: Version, *sizes: int) -> dict[int, bytes]:
+        """The same, and wait until every block is complete and every member knows."""
+        saved = self.save(version, *sizes)
+        self.name(version)
+        for rank in saved:
+            member = self.stations[rank // self.procs]
+            until(
+                lambda rank=rank, member=member: version in member.copied(rank),
+                f"rank {rank} {version} is protected",
+            )
+        return saved
+
+    def spoil(self, rank: int, version: Version, offset: int) -> None:
+        """One bit of a rank's own snapshot is not what it was."""
+        with self.stations[rank // self.procs].vault.pin(Artifact(rank, version)) as slot:
+            flip(slot.path, offset)
+
+    def lose(self, *workers: int, back_to: Version | None = None) -> None:
+        """Workers end, and others, with empty memory, take their place. Then the job goes `back_to`."""
+        for worker in workers:
+            self.stations[worker].stop()
+        for worker in workers:
+            self.lives[worker] += 1
+            self.stations[worker] = until(partial(self._restart, worker), "the address is free")
+        if back_to is not None:
+            self.next_attempt(back_to.step)
+
+    def _restart(self, worker: int) -> Station | None:
+        try:
+            return Station(self, worker)
+        except OSError:
+            return None
 
 
 def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) -> None:

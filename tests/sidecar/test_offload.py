@@ -104,11 +104,8 @@ def test_remote_copy_that_rotted_is_refused(make_world: MakeWorld) -> None:
     data[200_000] ^= 1
     stored.chmod(0o644)
     stored.write_bytes(data)
-    world.lose(0)
-    world.start(0)
-    world.new_attempt(Version(10, 1))
-    world.direct(Phase.HOLD, {0: (Source(Tier.REMOTE),)})
-    until(lambda: world.report(0).restore.state.value == "Failed", "refused")
+    world.renew(0)
+    world.restore_in_vain(Version(10, 1), {0: (Source(Tier.REMOTE),)})
     assert world.report(0).restore.ranks[0].failures
     assert world.report(0).holdings == ()
 

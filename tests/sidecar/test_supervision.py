@@ -26,11 +26,10 @@ from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import RankRestorer, Restorer
-from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads, incoming
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
+from tiercheck_sidecar.vault import Vault
 
 SECRET = "hvs.the-token-itself"
 
@@ -50,7 +49,7 @@ class Clock:
         return len(self.pauses) < self.left
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise ValueError(SECRET)
 
 
@@ -346,9 +345,8 @@ def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
     restore = Restore(seal.version, NO_SOURCES)
     history = directive.history.after(2, 5)
     wanted = replace(directive, attempt=2, phase=Phase.HOLD, history=history, restore=restore, revision="2")
-    reach = RestoreSources(station.state, station.vault, station.identity, job.port, object())  # type: ignore[arg-type]
     station.accept(wanted)
-    station.state.threads.loop("restore", Restorer(station.state, station.vault, reach).run)
+    station.state.threads.loop("restore", Restorer(station.state, station.vault, station.sidecar.reach).run)
     return station.state
 
 
@@ -356,7 +354,7 @@ def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
 def test_restore_that_fails_unforeseen_is_tried_again(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(restore, "fault_of", failing_first(failures, restore.fault_of))
+    monkeypatch.setattr(Vault, "fault", failing_first(failures, Vault.fault))
     state = restoring(stations(), monkeypatch)
     until(lambda: state.restore.state is RestoreState.READY, "restored")
 
@@ -364,7 +362,7 @@ def test_restore_that_fails_unforeseen_is_tried_again(
 def test_restore_that_always_fails_is_reported_instead_of_being_waited_for(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "fault_of", fail)
+    monkeypatch.setattr(Vault, "fault", fail)
     state = restoring(stations(), monkeypatch)
     until(lambda: state.restore.state is RestoreState.FAILED, "given up")
     (rank,) = state.restore.ranks
@@ -375,10 +373,10 @@ def test_restore_that_always_fails_is_reported_instead_of_being_waited_for(
 def failing_first(times: int, real: Callable[..., str]) -> Callable[..., str]:
     left = iter(range(times))
 
-    def sometimes(*given: object) -> str:
+    def sometimes(*given: object, **more: object) -> str:
         for _ in left:
             fail()
-        return real(*given)
+        return real(*given, **more)
 
     return sometimes
 
@@ -386,24 +384,32 @@ def failing_first(times: int, real: Callable[..., str]) -> Callable[..., str]:
 class Broken:
     """A remote tier whose every answer is unforeseen."""
 
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
+    def list(self, rank: int, version: Version, call: object) -> dict[Artifact, int]:
         return {Artifact(rank, version): 100_000}
 
-    def fetch(self, rank: int, version: Version, heard: object) -> None:
+    def open(self, artifact: Artifact, call: object) -> None:
         fail()
+
+    def close(self) -> None:
+        pass
 
 
 def test_place_that_fails_unforeseen_is_gone_round(stations: MakeStations) -> None:
     job = stations(workers=3)
     _, artifact, _ = copied(job, 100_000)
-    reach = RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, Broken())  # type: ignore[arg-type]
     known = job[0].state.directive
     assert known is not None
     directive = replace(known, restore=Restore(artifact.version, NO_SOURCES))
     sources = [Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1))]
     with ThreadPoolExecutor(1) as verifiers:
         found = RankRestorer(
-            job[0].state, job[0].vault, reach, verifiers, directive=directive, rank=0, sources=sources
+            job[0].state,
+            job[0].vault,
+            job[0].reach(Broken()),
+            verifiers,
+            directive=directive,
+            rank=0,
+            sources=sources,
         ).run()
     assert (found.tier, found.worker) == (Tier.PEER, 1)
     assert found.failures[0].startswith("the remote tier: ValueError in ")

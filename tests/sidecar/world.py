@@ -29,7 +29,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Restore
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import REQUESTS, Hello, LauncherEvent, Order, Reply, ReportProgress, Welcome
 from tiercheck.protocol.names import join_address
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Report, RestoreState
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.decoding import decode
@@ -200,6 +200,11 @@ class World:
             for path in self.memory_dir(worker).iterdir():
                 path.unlink()
 
+    def renew(self, *workers: int) -> None:
+        """Other pods, whose memory is empty, take their places."""
+        self.lose(*workers)
+        self.start(*workers)
+
     def rename(self, old: int, new: int) -> None:
         """The pod of worker `old` is that of worker `new`, who is lost, from the next attempt on."""
         self.places[new], self.pods[new] = self.places.pop(old), self.pods.pop(old)
@@ -348,6 +353,14 @@ class World:
         """Next attempt: hold, restore everywhere, release."""
         self.hold(version, sources)
         self.direct(Phase.RELEASE, sources)
+
+    def restore_in_vain(
+        self, version: Version, sources: dict[int, tuple[Source, ...]] | None = None, **more: Any
+    ) -> None:
+        """Next attempt, until worker 0 says that it cannot restore it."""
+        self.new_attempt(version)
+        self.direct(Phase.HOLD, sources, **more)
+        until(lambda: self.report(0).restore.state is RestoreState.FAILED, "it gives up")
 
     def hold(
         self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None

@@ -26,7 +26,6 @@ from tiercheck_operator.controller.observe import inventories, situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
-from tiercheck_sidecar import offload
 from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
@@ -36,6 +35,7 @@ from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
+from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator, reclaim, watermark, words
 
 Patch = tuple[Any, str, Any]
@@ -357,7 +357,7 @@ MUTATIONS = (
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
     Mutation("unverified restore", "own memory is loaded without a look at digests",
-        lambda: [(restore, "fault_of", lambda *_: "")],
+        lambda: [(restore.RankRestorer, "_verify", lambda self, artifact: self._sound.add(artifact))],
         _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt",
         _restore_what_is_at_hand, _struck("crash")),
@@ -406,7 +406,7 @@ MUTATIONS = (
     Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
         _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever",
-        lambda: [(offload, "evict_if_bad", lambda *_: "")],
+        lambda: [(Vault, "evict_if_bad", lambda *_, **__: "")],
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),

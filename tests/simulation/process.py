@@ -21,7 +21,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar import offload
-from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed, TriedInVain, fill_slot
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
@@ -43,7 +43,6 @@ from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer
-from tiercheck_sidecar.restore.sources import TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
@@ -153,7 +152,7 @@ class Process:
         stores = JobStore(config, lambda: remote_store.RemoteStore(self.folder, JOB))
         inventory = RemoteListing(self.state, self.coordinator.stored)
         self.uploader = Uploader(self.state, self.vault, stores, inventory, self.coordinator.manifest)
-        self.remote = RemoteSource(self.state, self.vault, stores)
+        self.remote = RemoteSource(self.state, stores)
         self.reach = Reach(self)
         self.reclaimer = Reclaimer(self.state, self.vault)
         self.restorer = Restorer(self.state, self.vault, self.reach)  # type: ignore[arg-type]
@@ -460,7 +459,7 @@ class Reach:
 
     def _list(self, rank: int, version: Any, source: Source) -> dict[Artifact, int]:
         if source.tier is Tier.REMOTE:
-            return self.remote.listed(rank, version)
+            return self.remote.list(rank, version, BoundedCall())
         try:
             assert source.peer is not None
             holder = self._process.dial(source.peer)
@@ -476,7 +475,7 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            self.remote.fetch(artifact.rank, artifact.version, lambda _: None)
+            fill_slot(self._process.vault, artifact, self.remote, BoundedCall())
             return Brought(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []

@@ -18,7 +18,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar.artifact_source import SourceCorrupt, SourceFailed, SourceGone, TriedInVain
 from tiercheck_sidecar.digest import chunk_view, length_of
 from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -38,14 +40,6 @@ class Dial:
 
 
 @dataclass(frozen=True)
-class BadCopy:
-    """A holder whose copy does not match its own digests. It must not be asked again."""
-
-    worker: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class Opening:
     """A connection on which chunks of a holder's copy can be asked for."""
 
@@ -59,34 +53,59 @@ class Opening:
         return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
 
 
-class NotOffered(WireBroken):
-    """It has no such artifact, or not any more."""
-
-
-class Senseless(Exception):
-    """What it says about its copy cannot be true."""
-
-
-def open_copy(artifact: Artifact, dial: Dial, tier: Tier, bare: bool = False) -> Opening:
-    """`bare`: whether its chunks may come so; they are received with `Opening.chunks` then.
-
-    Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless.
-    """
-    wire = dial.connect()
+@contextlib.contextmanager
+def failing_as_source() -> Iterator[None]:
+    """What fails of a connection is the source's. Raises SourceFailed."""
     try:
-        wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind, bare=bare))
-        said = wire.receive(Say)
-        if said.state != "found" or said.digests is None:
-            raise NotOffered(said.message or "it has no such artifact")
-        if not is_well_described(said.digests, said.tags):
-            raise Senseless(f"the copy of worker {dial.worker} has senseless digests")
-    except BaseException:
-        wire.close()
-        raise
+        yield
+    except (PeerRefused, OSError) as error:
+        raise SourceFailed(str(error)) from error
+
+
+def open_copy(artifact: Artifact, dial: Dial, *, bare: bool = False, share: Share | None = None) -> Opening:
+    """Returns a connection on which chunks of an artifact, or of the parity block `share`, can be asked for
+    by index. `bare`: whether they may come so; they are received with `Opening.chunks` then.
+
+    Raises SourceFailed (SourceGone, SourceCorrupt if what is said of the copy cannot be true).
+    """
+    with failing_as_source():
+        wire = dial.connect()
+        try:
+            wire.send(Ask.about("read", artifact, bare=bare, share=share))
+            said = wire.receive(Say)
+            if said.state != "found" or said.digests is None:
+                raise SourceGone(said.message or "it has no such artifact")
+            if not is_well_described(said.digests, said.tags):
+                raise SourceCorrupt(f"the copy of worker {dial.worker} has senseless digests")
+        except BaseException:
+            wire.close()
+            raise
     seal = Seal(
-        artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind, tags=said.tags
-    )
+        artifact.rank, artifact.version, said.world_size, Tier.LOCAL, said.digests, artifact.kind, share,
+        said.members, said.tags,
+    )  # fmt: skip
     return Opening(dial, wire, seal)
+
+
+def holdings(dial: Dial, rank: int = -1, share: Share | None = None) -> tuple[ListedArtifact, ...]:
+    """Returns the whole artifacts of `rank` that a peer holds, or those of the parity block `share`. Raises
+    SourceFailed."""
+    with failing_as_source(), contextlib.closing(dial.connect()) as wire:
+        return list_held(wire, rank, share)
+
+
+def list_held(wire: Wire, rank: int, share: Share | None = None) -> tuple[ListedArtifact, ...]:
+    """As `holdings`, on a connection that is there already. Raises WireBroken."""
+    wire.send(Ask("list", rank, share=share))
+    return wire.receive(Say).listed
+
+
+def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> Say:
+    """Tells a holder that chunks of its copy do not match their digests. Returns what it finds when it reads
+    it again: "ok" if all is well. Raises SourceFailed."""
+    with failing_as_source(), contextlib.closing(dial.connect()) as wire:
+        wire.send(Ask.about("corrupt", artifact, share=share))
+        return wire.receive(Say)
 
 
 _AHEAD = 2
@@ -100,7 +119,7 @@ class ChunkCollection:
     def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
         self.seal = seal
         self.reasons: list[str] = []
-        self.bad: list[BadCopy] = []
+        self.bad: list[Quarantined] = []
         self._openings = openings
         self._changed = threading.Condition()
         self._gathering = Gathering(len(seal.digests.values), [each.dial.worker for each in openings])
@@ -152,7 +171,7 @@ class ChunkCollection:
                 except WireBroken as error:
                     reason = str(error)
                 opening = None
-        except (PeerRefused, Senseless, OSError) as error:
+        except (SourceFailed, OSError) as error:
             reason = str(error)
         finally:
             with self._changed:
@@ -166,7 +185,7 @@ class ChunkCollection:
     @contextlib.contextmanager
     def _connection(self, dial: Dial, opening: Opening | None, bare: bool) -> Iterator[Opening]:
         if opening is None:
-            opening = open_copy(self.seal.artifact, dial, self.seal.tier, bare)
+            opening = open_copy(self.seal.artifact, dial, bare=bare)
             if opening.seal != self.seal:
                 opening.wire.close()
                 raise WireBroken("its copy changed while it was being read")
@@ -266,21 +285,15 @@ class ChunkCollection:
             damaged = self._gathering.brought_damaged(worker)
             if not damaged and worker not in self._doubted:
                 continue
-            word = self._word(opening.dial)
+            word = ""
+            with contextlib.suppress(SourceFailed):
+                word = have_reread(self.seal.artifact, opening.dial).state
             if word == "ok" or not (word or damaged):
                 self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
             else:
-                self.bad.append(
-                    BadCopy(worker, f"the copy at worker {worker} is bad: chunks do not match their digests")
-                )
-                self.reasons.append(self.bad[-1].reason)
-
-    def _word(self, dial: Dial) -> str:
-        """What a holder says of its copy; empty if it says nothing."""
-        with contextlib.suppress(OSError, PeerRefused), contextlib.closing(dial.connect()) as wire:
-            wire.send(Ask("corrupt", self.seal.rank, self.seal.version, kind=self.seal.kind))
-            return wire.receive(Say).state
-        return ""
+                reason = f"the copy at worker {worker} is bad: chunks do not match their digests"
+                self.bad.append(_bad_copy(self.seal.artifact, worker, reason))
+                self.reasons.append(reason)
 
 
 _GRACE = 0.3
@@ -292,37 +305,17 @@ class Fetched:
     seal: Seal
     workers: tuple[int, ...]
     """Who brought chunks of it."""
-    bad: tuple[BadCopy, ...] = ()
+    bad: tuple[Quarantined, ...] = ()
     """Whose copies proved bad on the way."""
 
 
-class FetchFailed(Exception):
-    """No source could give the whole artifact; the message is a sentence for each."""
-
-    def __init__(self, reasons: Sequence[str], bad: Sequence[BadCopy] = ()) -> None:
-        super().__init__("; ".join(reasons) or "no source is known")
-        self.reasons, self.bad = tuple(reasons), tuple(bad)
-
-
-def holdings(dial: Dial, rank: int) -> tuple[ListedArtifact, ...]:
-    """The whole artifacts of `rank` that a peer holds. Raises WireBroken, PeerRefused."""
-    with contextlib.closing(dial.connect()) as wire:
-        return list_held(wire, rank)
-
-
-def list_held(wire: Wire, rank: int) -> tuple[ListedArtifact, ...]:
-    """As `holdings`, on a connection that is there already. Raises WireBroken."""
-    wire.send(Ask("list", rank))
-    return wire.receive(Say).listed
-
-
-def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier = Tier.LOCAL) -> Fetched:
-    """Copy and seal `artifact`. Raises FetchFailed, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
+def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
+    """Copy and seal `artifact`. Raises TriedInVain, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
     reasons: list[str] = []
-    bad: list[BadCopy] = []
+    bad: list[Quarantined] = []
     with contextlib.ExitStack() as stack:
         groups: dict[Seal, list[Opening]] = {}
-        for opening in _open_all(artifact, sources, tier, reasons, bad):
+        for opening in _open_all(artifact, sources, reasons, bad):
             stack.callback(opening.wire.close)
             groups.setdefault(opening.seal, []).append(opening)
         for seal in sorted(
@@ -334,16 +327,16 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier 
             bad.extend(collection.bad)
             if done:
                 return Fetched(seal, collection.workers, tuple(bad))
-    raise FetchFailed(reasons, bad)
+    raise TriedInVain(reasons, bad)
 
 
 def _open_all(
-    artifact: Artifact, sources: Sequence[Dial], tier: Tier, reasons: list[str], bad: list[BadCopy]
+    artifact: Artifact, sources: Sequence[Dial], reasons: list[str], bad: list[Quarantined]
 ) -> list[Opening]:
     """Those that have it; of the others, `reasons` and `bad` copies. One that does not answer is not waited
     for once another has."""
     pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="fetch")
-    futures = {pool.submit(open_copy, artifact, dial, tier, bare=True): dial.worker for dial in sources}
+    futures = {pool.submit(open_copy, artifact, dial, bare=True): dial.worker for dial in sources}
     pool.shutdown(wait=False)
     found: list[Opening] = []
     waiting: set[Future[Opening]] = set(futures)
@@ -356,10 +349,10 @@ def _open_all(
         for future in done:
             try:
                 found.append(future.result())
-            except Senseless as error:
-                bad.append(BadCopy(futures[future], str(error)))
+            except SourceCorrupt as error:
+                bad.append(_bad_copy(artifact, futures[future], str(error)))
                 reasons.append(str(error))
-            except (WireBroken, PeerRefused, OSError) as error:
+            except SourceFailed as error:
                 reasons.append(f"worker {futures[future]}: {error}")
         if found and deadline is None:
             deadline = time.monotonic() + _GRACE
@@ -367,6 +360,10 @@ def _open_all(
         reasons.append(f"worker {futures[future]}: it did not answer in time")
         future.add_done_callback(_hang_up)
     return found
+
+
+def _bad_copy(artifact: Artifact, worker: int, reason: str) -> Quarantined:
+    return Quarantined(artifact.rank, artifact.version, worker, reason, artifact.kind)
 
 
 def _hang_up(future: Future[Opening]) -> None:

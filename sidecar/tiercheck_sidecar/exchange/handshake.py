@@ -25,9 +25,16 @@ from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.addresses import PeerAddresses
-from tiercheck_sidecar.exchange.channel import directions
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, wire_error
-from tiercheck_sidecar.exchange.ucx import ask_for_ucx
+from tiercheck_sidecar.exchange.channel import UcxChannel, directions
+from tiercheck_sidecar.exchange.frames import (
+    IO_TIMEOUT,
+    LONGEST_STRANGER,
+    Ask,
+    Say,
+    Wire,
+    WireBroken,
+    wire_error,
+)
 from tiercheck_sidecar.tags import Tagger
 
 log = logging.getLogger(__name__)
@@ -198,6 +205,38 @@ def _closed_by_failure(wire: Wire) -> Iterator[None]:
     except BaseException:
         wire.close()
         raise
+
+
+def ask_for_ucx(wire: Wire) -> None:
+    """Let UCX carry what follows on a proven connection, unless one of its ends cannot. Raises
+    WireBroken."""
+    try:
+        channel = UcxChannel(wire.channel)
+    except OSError as error:
+        log.warning("TCP carries copies, not UCX: %s", error)
+        return
+    wire.send(Ask("ucx", address=channel.address))
+    said = wire.receive(Say)
+    if said.state != "ok":
+        log.warning("TCP carries copies, not UCX: %s", said.message)
+        return
+    try:
+        channel.meet(said.address)
+    except OSError as error:  # the other end has moved already
+        raise wire_error(error) from error
+    wire.move(channel)
+
+
+def answer_ucx(wire: Wire, address: str) -> None:
+    """What the other end does meanwhile. Raises WireBroken."""
+    try:
+        channel = UcxChannel(wire.channel)
+        channel.meet(address)
+    except OSError as error:
+        wire.send(Say("refused", str(error)))
+        return
+    wire.send(Say("ok", address=channel.address))
+    wire.move(channel)
 
 
 def admit(

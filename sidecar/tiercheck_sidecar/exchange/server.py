@@ -1,6 +1,11 @@
-"""Listens at the pod's address and the interfaces that the job names; takes pushes, answers pulls.
+"""Meets the job's other sidecars: listens for them, and asks each neighbour whether it is there.
 
-Each connection has a thread. Nothing is acknowledged before it is verified.
+It listens at the pod's address and the interfaces that the job names. Each connection has a thread. Nothing
+is acknowledged before it is verified.
+
+Neighbours are asked once a second, as streams fall silent when training does, and then tell nothing. With
+each answer comes the attempt that the neighbour follows, so a worker that was cut off learns that the job
+went on without it.
 """
 
 from __future__ import annotations
@@ -14,14 +19,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
-from tiercheck.protocol.report import SPARE
+from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.report import SPARE, Break
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
-from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
+from tiercheck_sidecar.exchange.channel import why_no_ucx
+from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit, dial_pod
 from tiercheck_sidecar.exchange.session import Inbox, Language, Session
-from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.watches import named_addresses
+from tiercheck_sidecar.model.watches import named_addresses, neighbours
 from tiercheck_sidecar.supervision import incoming
 from tiercheck_sidecar.vault import Vault
 
@@ -237,3 +244,76 @@ def _address_of(connection: socket.socket) -> str:
         return str(connection.getpeername()[0])
     except OSError:  # gone already
         return ""
+
+
+EVERY = 1.0
+ANSWER = 2.0
+"""Seconds that an answer may take."""
+
+
+class HeartbeatSender:
+    """`run` keeps a thread per neighbour of the current attempt.
+
+    A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks
+    proves little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time.
+    """
+
+    def __init__(self, state: SidecarState, identity: Identity, port: int) -> None:
+        self._state, self._identity, self._port = state, identity, port
+        self._era: tuple[int, frozenset[Peer]] = (0, frozenset())
+        self._begun: set[Peer] = set()
+        """Who has a thread in this era, which ends when another set takes its place."""
+
+    def run(self) -> None:
+        for _ in self._state.looks(timeout=5.0):
+            directive = self._state.directive
+            if directive is None:
+                continue
+            era = directive.attempt, neighbours(directive)
+            if era != self._era:
+                coordinator = (
+                    {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                )
+                self._state.peers.only(era[1] | coordinator)
+                self._era, self._begun = era, set()
+            for peer in era[1] - self._begun:
+                name = f"heartbeat-of-worker-{peer.worker}"
+                self._state.threads.loop(name, partial(self._listen, peer, era[0], self._begun))
+                self._begun.add(peer)
+
+    def _listen(self, peer: Peer, attempt: int, begun: set[Peer]) -> None:
+        watch = self._state.peers
+        while not self._is_over(begun):
+            connected = False
+            try:
+                with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
+                    wire.patience(ANSWER)
+                    while not self._is_over(begun):
+                        wire.send(Ask("pulse"))
+                        said = wire.receive(Say)
+                        connected = True
+                        watch.answered(peer)
+                        self._state.learn(SignedAttempt(said.attempt, said.signature))
+                        self._pause(peer)
+            except PeerRefused as error:
+                if error.attempt is None:
+                    watch.broken(peer, Break.REFUSED)  # somebody else has its address now
+                else:
+                    watch.answered(peer)
+                    self._state.learn(error.attempt)
+            except PeerSilent:
+                watch.broken(peer, Break.SILENT)
+            except WireBroken:
+                if connected:
+                    continue  # it may have been started again: look at once
+                watch.broken(peer, Break.REFUSED)
+            except BaseException:
+                watch.broken(peer, Break.REFUSED)  # whatever it says, it is no answer
+                raise
+            self._pause(peer)
+
+    def _is_over(self, begun: set[Peer]) -> bool:
+        return self._state.stopping or self._begun is not begun
+
+    def _pause(self, peer: Peer) -> None:
+        self._state.wait_until(lambda: self._state.peers.doubted(peer), EVERY)

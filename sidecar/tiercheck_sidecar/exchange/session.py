@@ -32,13 +32,11 @@ from tiercheck_sidecar.exchange.frames import (
     Wire,
     WireBroken,
 )
-from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.ucx import answer_ucx
+from tiercheck_sidecar.exchange.handshake import CallerClaim, answer_ucx
 from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
@@ -409,5 +407,5 @@ class Session:
 
     def _corrupt(self, ask: Ask) -> Say:
         """Someone says that what is here is bad: believe our own eyes."""
-        reason = evict_if_bad(self._state, self._vault, ask.artifact, share=ask.share)
+        reason = self._vault.evict_if_bad(self._state, ask.artifact, share=ask.share)
         return Say("bad", reason) if reason else Say("ok", "what is here is good")

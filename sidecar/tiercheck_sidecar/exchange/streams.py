@@ -15,11 +15,12 @@ repeatedly is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +28,7 @@ from functools import partial
 from types import TracebackType
 
 from tiercheck.protocol.version import Digests
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire
 
 DAMAGED_MOST = 2
@@ -380,3 +382,24 @@ class StreamCrew:
         self._seen = (self._line.sent, self._clock())
         if then:
             gauge.sent(self._seen[0] - sent, self._seen[1] - then, STREAMS)
+
+
+class Scratch:
+    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back
+    the sender."""
+
+    def __init__(self, count: int = 8) -> None:
+        self._room = threading.BoundedSemaphore(count)
+        self._free: list[memoryview] = []
+
+    @contextlib.contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        with self._room:
+            try:
+                view = self._free.pop()
+            except IndexError:
+                view = memoryview(bytearray(CHUNK))
+            try:
+                yield view
+            finally:
+                self._free.append(view)

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
@@ -22,9 +21,9 @@ from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Chunks, Handlers, refuse_offer
+from tiercheck_sidecar.exchange.streams import Scratch
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity.parts import Scratch
 from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
 
@@ -351,11 +350,6 @@ class ParityHolder:
 
 _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
-
-
-def serving(state: SidecarState, holder: ParityHolder) -> Callable[[Wire, CallerClaim], Handlers]:
-    """For the exchange server: what else a proven connection understands."""
-    return lambda wire, claim: ParitySession(state, holder, wire, claim).handlers
 
 
 class ParitySession:

@@ -12,7 +12,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -82,7 +81,7 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """Of one attempt; `close` ends its threads."""
+    """Of one attempt, until `is_over`."""
 
     def __init__(
         self,
@@ -94,14 +93,13 @@ class Link:
         *,
         bucket: TokenBucket,
         tell: Callable[[Kind, str], None],
+        is_over: Callable[[], bool],
     ) -> None:
         """`tell` hears why a lane brings nothing, and with an empty reason that it does."""
         self._state, self._vault, self.holder, self._attempt = state, vault, holder, attempt
-        self._dial, self._bucket, self._tell = dial, bucket, tell
+        self._dial, self._bucket, self._tell, self._is_over = dial, bucket, tell, is_over
         self._lock = threading.Lock()
-        self._closed = False
         self._begun: set[str] = set()
-        self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._complete: frozenset[Artifact] = frozenset()
         self._has: dict[int, MemoryStock] = {}
         self._folded: frozenset[Artifact] = frozenset()
@@ -120,13 +118,6 @@ class Link:
                 self._state.threads.loop(f"parity-{self.holder.worker}-{name}", body)
                 self._begun.add(name)
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            wires = list(self._wires)
-        for wire in wires:
-            wire.cut()
-
     @property
     def complete(self) -> Mapping[int, MemoryStock]:
         """Own artifacts whose blocks are complete at the holder, by its newest word and by rank."""
@@ -142,10 +133,10 @@ class Link:
     def _watch(self) -> None:
         """Keep asking what the holder has."""
         waits: Backoff[None] = Backoff()
-        while self._is_open:
+        while not self._is_over():
             try:
-                with contextlib.closing(self._connect()) as wire:
-                    while self._is_open:
+                with contextlib.closing(self._dial()) as wire:
+                    while not self._is_over():
                         wire.send(Ask("status"))
                         said = wire.receive(Say)
                         waits.succeeded(None)
@@ -153,7 +144,7 @@ class Link:
             except (WireBroken, PeerRefused) as error:
                 log.debug("status of worker %d: %s", self.holder.worker, error)
                 waits.failed(None, time.monotonic())
-                self._state.wait_until(lambda: self._closed, max(0.0, waits.until(None) - time.monotonic()))
+                self._state.wait_until(self._is_over, max(0.0, waits.until(None) - time.monotonic()))
 
     def _take(self, complete: frozenset[Artifact], folded: frozenset[Artifact]) -> None:
         with self._lock:
@@ -181,8 +172,8 @@ class Link:
             bring=lambda seal, line: self._bring(seal, line, pace),
             report=functools.partial(self._tell, kind),
         )
-        with Line(self._connect) as line:
-            lane.run(line, lambda: not self._is_open)
+        with Line(self._dial) as line:
+            lane.run(line, self._is_over)
 
     def _bring(self, seal: Seal, line: Line, pace: Portion) -> bool:
         """As `Lane` wants it."""
@@ -202,21 +193,6 @@ class Link:
 
     # Inside
 
-    @property
-    def _is_open(self) -> bool:
-        return not self._closed and not self._state.stopping
-
-    def _connect(self) -> Wire:
-        """A connection that `close` cuts. Raises WireBroken, PeerRefused."""
-        wire = self._dial()
-        with self._lock:
-            self._wires.add(wire)
-            closed = self._closed
-        if closed:
-            wire.close()
-            raise WireBroken("the attempt is over")
-        return wire
-
     def _due(self, kind: Kind) -> list[Seal]:
         here = {seal.artifact for seal in self._vault.held()}
         with self._lock:
@@ -234,16 +210,11 @@ class ParitySender:
     """Thread-safe. `run` keeps the links of the current attempt."""
 
     def __init__(
-        self,
-        state: SidecarState,
-        vault: Vault,
-        identity: Identity,
-        port: int,
-        bucket: TokenBucket | None = None,
+        self, state: SidecarState, vault: Vault, identity: Identity, port: int, *, bucket: TokenBucket
     ) -> None:
         """`bucket`: what is sent to holders of copies takes from it too."""
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
-        self.bucket = bucket or TokenBucket(None)
+        self.bucket = bucket
         self._lock = threading.Lock()
         self._key: tuple[int, ParityGroup | None] = (0, None)
         self._links: tuple[Link, ...] = ()
@@ -258,17 +229,18 @@ class ParitySender:
                 self._relink(directive)
             for link in self._links:
                 link.start()
-        for link in self._links:
-            link.close()
 
     def _relink(self, directive: Directive) -> None:
         holders = directive.parity.holders if directive.parity else ()
         key = directive.attempt, directive.parity
-        links = tuple(self._link(holder, key) for holder in holders)
+        links: tuple[Link, ...] = ()
+
+        def is_over() -> bool:
+            return self._state.stopping or self._links is not links
+
+        links = tuple(self._link(holder, key, is_over) for holder in holders)
         with self._lock:
             old, self._links, self._key = self._links, links, key
-        for link in old:
-            link.close()
         if directive.parity or old:
             self._troubles.begin(self._key)
 
@@ -288,9 +260,18 @@ class ParitySender:
             links = self._links
         return any(link.owes for link in links)
 
-    def _link(self, holder: Peer, key: tuple[int, ParityGroup | None]) -> Link:
+    def _link(self, holder: Peer, key: tuple[int, ParityGroup | None], is_over: Callable[[], bool]) -> Link:
         def connect() -> Wire:
             return dial(self._identity, key[0], holder, self._port)
 
         report = partial(self._troubles.report, key, holder)
-        return Link(self._state, self._vault, holder, key[0], connect, bucket=self.bucket, tell=report)
+        return Link(
+            self._state,
+            self._vault,
+            holder,
+            key[0],
+            connect,
+            bucket=self.bucket,
+            tell=report,
+            is_over=is_over,
+        )

@@ -1,81 +1,171 @@
 """Rebuilds a lost artifact from what its parity group holds and from blocks of parity.
 
+Parts are what other members still hold, and parity blocks. Everybody in the group is asked what there is, so
+that a restore plans with that and not with what was meant to be.
+
 The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the
-result is digested. Where it is not what it should be, the parts are read again and digested one by one, so
-that the bad one can be named, and another block takes its place if there is one.
+result is digested, and only what is verified is written. Where it is not what it should be, the parts are
+read again and digested one by one, so that the bad one can be named, and another block takes its place if
+there is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 
-from tiercheck.plain_files import open_plain
-from tiercheck.protocol.directive import ParityGroup, Tier
+from tiercheck.protocol.directive import ParityGroup, Peer, Tier
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact, Share
+from tiercheck.protocol.version import Artifact, Digests, Share, Version
 from tiercheck_sidecar import coding
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.exchange.streams import STREAMS
-from tiercheck_sidecar.parity.parts import (
-    DescribedPart,
-    DialPeer,
-    PartFailed,
-    PartMissing,
-    RebuildPart,
-    Unfolding,
+from tiercheck_sidecar.artifact_source import (
+    ArtifactSink,
+    ArtifactSource,
+    BoundedCall,
+    OpenArtifact,
+    SourceCorrupt,
+    SourceFailed,
+    SourceGone,
 )
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.digest import CHUNK, digest_chunk, length_of
+from tiercheck_sidecar.exchange.fetch import Dial, have_reread, holdings, open_copy
+from tiercheck_sidecar.exchange.frames import ListedArtifact, Wire, WireBroken
+from tiercheck_sidecar.exchange.streams import STREAMS, run_all
+from tiercheck_sidecar.vault import Seal
 
 log = logging.getLogger(__name__)
 
+DialPeer = Callable[[Peer], Wire]
+"""A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
+
+
+@dataclass(frozen=True)
+class RebuildPart:
+    """Where one part lies. `artifact` is a member's, or names the version and kind of the block `share`."""
+
+    peer: Peer
+    artifact: Artifact
+    share: Share | None = None
+
+    def __str__(self) -> str:
+        what = str(self.artifact) if self.share is None else f"parity block {self.share.index}"
+        return f"{what} at worker {self.peer.worker}"
+
+    @property
+    def _named(self) -> Artifact:
+        """A block is named by its first rank."""
+        return self.artifact if self.share is None else replace(self.artifact, rank=self.share.ranks[0])
+
+    @contextlib.contextmanager
+    def open(self, connect: DialPeer, expected: Digests | None = None) -> Iterator[tuple[Wire, Seal]]:
+        """A connection on which its chunks can be asked for by index, and what it is. Raises SourceFailed,
+        also if it is not what is `expected`."""
+        opening = open_copy(self._named, self._dial(connect), share=self.share)
+        with contextlib.closing(opening.wire):
+            if opening.seal.digests.chunk != CHUNK:
+                raise SourceFailed("it has senseless digests")
+            if expected is not None and opening.seal.digests != expected:
+                raise SourceFailed("it changed while it was being read")
+            yield opening.wire, opening.seal
+
+    def accuse(self, connect: DialPeer) -> str:
+        """Tell its worker that its chunks do not match their digests. What it finds when it reads again;
+        empty if all is well."""
+        try:
+            said = have_reread(self._named, self._dial(connect), self.share)
+        except SourceFailed as error:
+            return f"its chunks do not match their digests, and then {error}"
+        return "" if said.state == "ok" else said.message or "its chunks do not match their digests"
+
+    def _dial(self, connect: DialPeer) -> Dial:
+        return Dial(self.peer.worker, partial(connect, self.peer))
+
+
+FRAGMENT = 512 * 1024
+"""Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
+_CHUNKS_PER_STREAM = 2
+
+Parts = Mapping[RebuildPart, tuple[int, Seal]]
+"""What is read, with its weight."""
+
+
+class PartFailed(Exception):
+    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of
+    wrong bytes (`certain`)."""
+
+    def __init__(
+        self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.part, self.corrupt, self.certain = part, corrupt, certain
+
+
+@dataclass(frozen=True)
+class _Inflow:
+    """One part, as its chunks stream in. Every method raises PartFailed."""
+
+    part: RebuildPart
+    wire: Wire
+    digests: Digests
+    buffer: memoryview
+
+    def length(self, index: int) -> int:
+        """Bytes of chunk `index`; 0 past the end."""
+        return max(0, length_of(self.digests, index))
+
+    def ask(self, index: int) -> None:
+        if self.length(index):
+            with _blaming(self.part):
+                self.wire.send_index(index)
+
+    def begin(self, index: int) -> None:
+        if self.length(index):
+            with _blaming(self.part):
+                if self.wire.receive_chunk_header() != (index, self.length(index)):
+                    raise WireBroken("it sent a chunk that was not asked for")
+
+    def fill(self, index: int, begin: int) -> int:
+        """Receive the fragment that begins there; returns its bytes."""
+        size = max(0, min(FRAGMENT, self.length(index) - begin))
+        if size:
+            with _blaming(self.part):
+                self.wire.receive_into(self.buffer[:size])
+        return size
+
+
+@contextlib.contextmanager
+def _blaming(part: RebuildPart) -> Iterator[None]:
+    """Whatever goes wrong is this part's. Raises PartFailed."""
+    try:
+        yield
+    except (WireBroken, SourceFailed) as error:
+        raise PartFailed(part, str(error)) from error
+
+
 _STRIKES = 2
 """Broken connections after which a part is given up."""
-
-
-def rebuild(
-    vault: Vault,
-    artifact: Artifact,
-    group: ParityGroup,
-    dial: DialPeer,
-    on_bad: Callable[[Quarantined], None] = lambda bad: None,
-) -> Seal:
-    """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed
-    (SourceCorrupt if bad parts are the reason), NoFreeSlot, NotASlot, OSError.
-    """
-    found = Rebuild(artifact, group.coded_with(artifact.rank, len(vault.ranks)), group, dial, on_bad)
-    seal = Seal(artifact.rank, artifact.version, found.world_size, Tier.LOCAL, found.digests, artifact.kind)
-    with contextlib.ExitStack() as stack:
-        draft = vault.draft(seal)
-        stack.callback(draft.release)
-        file = stack.enter_context(open(open_plain(draft.path, write=True), "r+b"))
-        found.unfold(file.fileno(), range(len(found.digests.values)))
-        draft.keep()
-    return seal
 
 
 class Rebuild:
     """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these
     are enough.
 
-    `on_bad` hears of each part that proved to be bad, also if another took its place. `tell`: its worker too,
-    which then frees it. Raises SourceFailed.
+    `bad`: the parts that proved to be bad, also if others took their places. `tell`: their workers hear of
+    it, and free them. Raises SourceFailed.
     """
 
     def __init__(
-        self,
-        artifact: Artifact,
-        ranks: Sequence[int],
-        group: ParityGroup,
-        dial: DialPeer,
-        on_bad: Callable[[Quarantined], None] = lambda bad: None,
-        *,
-        tell: bool = True,
+        self, artifact: Artifact, ranks: Sequence[int], group: ParityGroup, dial: DialPeer, *, tell: bool
     ) -> None:
-        self._artifact, self._dial, self._on_bad, self._tell = artifact, dial, on_bad, tell
+        self.artifact, self._dial, self._tell = artifact, dial, tell
         self._me = ranks.index(artifact.rank)
         self._data = len(ranks)
         self._members = {
@@ -88,25 +178,107 @@ class Rebuild:
             for index, peer in enumerate(group.holders)
             if peer.host
         }
-        self._found: dict[RebuildPart, DescribedPart] = {}
+        self._found: dict[RebuildPart, Seal] = {}
         self._failures: list[str] = []
         self._strikes: Counter[RebuildPart] = Counter()
-        self._corrupt = False
+        self.bad: list[Quarantined] = []
+        self._lock = threading.Lock()
         block = self._search()
-        self.digests, self.world_size = block.members[self._me], block.world_size
+        rank, version, digests = artifact.rank, artifact.version, block.members[self._me]
+        self.seal = Seal(rank, version, block.world_size, Tier.LOCAL, digests, artifact.kind)
         self._recipe()  # before anything is taken for it
 
-    def unfold(self, file: int, chunks: Iterable[int]) -> None:
-        """Write these chunks, verified, to their places in an open file. Raises SourceFailed (SourceCorrupt
-        if bad parts are the reason), OSError."""
-        unfolding = Unfolding(file, self.digests, chunks, self._dial)
-        while not unfolding.done:
+    def unfold(self, chunks: Sequence[int], sink: ArtifactSink) -> None:
+        """Write these chunks, verified. What is finished stays finished whatever parts fail. Raises
+        SourceGone (SourceCorrupt if bad parts are the reason), OSError."""
+        self._sink, self._missing = sink, set(chunks)
+        while self._missing:
+            parts = self._recipe()
+            self._waiting, self._stopped = deque(sorted(self._missing)), False
+            count = max(1, min(STREAMS, len(self._missing) // _CHUNKS_PER_STREAM))
+            extra = partial(self._stream, parts, extra=True)
             try:
-                unfolding.go_on(self._recipe(), STREAMS)
+                run_all([*[extra] * (count - 1), partial(self._stream, parts)])
             except PartFailed as failed:
                 self._give_up(failed)
 
-    def _search(self) -> DescribedPart:
+    def _stream(self, parts: Parts, extra: bool = False) -> None:
+        """`extra`: without it, the rebuild is only slower."""
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    inflows = [self._inflow(part, seal, stack) for part, (_, seal) in parts.items()]
+                except PartFailed:
+                    if extra:
+                        return
+                    raise
+                self._chunks(parts, inflows)
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _inflow(self, part: RebuildPart, seal: Seal, stack: contextlib.ExitStack) -> _Inflow:
+        """Open until `stack` is closed. Raises PartFailed."""
+        with _blaming(part):
+            wire, _ = stack.enter_context(part.open(self._dial, seal.digests))
+        return _Inflow(part, wire, seal.digests, memoryview(bytearray(FRAGMENT)))
+
+    def _chunks(self, parts: Parts, inflows: Sequence[_Inflow]) -> None:
+        digests = self.seal.digests
+        chunk = memoryview(bytearray(length_of(digests, 0)))
+        weights, buffers = [weight for weight, _ in parts.values()], [each.buffer for each in inflows]
+        adder = coding.Adder(chunk, weights, buffers)
+        asked: deque[int] = deque()
+        while True:
+            while len(asked) < _AHEAD and (index := self._take()) is not None:
+                for each in inflows:
+                    each.ask(index)
+                asked.append(index)
+            if not asked:
+                return
+            index = asked.popleft()
+            target = chunk[: length_of(digests, index)]
+            for each in inflows:
+                each.begin(index)
+            for begin in range(0, max(each.length(index) for each in inflows), FRAGMENT):
+                filled = [each.fill(index, begin) for each in inflows]
+                if begin < len(target):  # the parts' chunks may have more
+                    adder.add(begin, min(FRAGMENT, len(target) - begin), filled)
+            if digest_chunk(target) != digests.values[index]:
+                self._examine(index, parts, target)
+            self._sink.put(digests, index, target)
+            with self._lock:
+                self._missing.discard(index)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return None if self._stopped or not self._waiting else self._waiting.popleft()
+
+    def _examine(self, index: int, parts: Parts, target: memoryview) -> None:
+        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line,
+        `target` is right now."""
+        weights, pieces = [], []
+        for part, (weight, seal) in parts.items():
+            if index >= len(seal.digests.values):
+                continue
+            with contextlib.ExitStack() as stack:
+                inflow = self._inflow(part, seal, stack)
+                chunk = memoryview(bytearray(inflow.length(index)))
+                inflow.ask(index)
+                inflow.begin(index)
+                with _blaming(part):
+                    inflow.wire.receive_into(chunk)
+            if digest_chunk(chunk) != seal.digests.values[index]:
+                raise PartFailed(part, f"chunk {index} does not match its digest", corrupt=True)
+            weights.append(weight)
+            pieces.append(chunk)
+        coding.combine(target, weights, pieces)
+        if digest_chunk(target) != self.seal.digests.values[index]:
+            blocks = [part for part in parts if part.share is not None]
+            reason = f"chunk {index} matches its digest, and does not fit to the members'"
+            raise PartFailed(blocks[0], reason, certain=len(blocks) == 1)
+
+    def _search(self) -> Seal:
         """Ask everybody at once what they have. Returns what the blocks say. Raises SourceFailed."""
         parts = (*self._blocks.values(), *self._members.values())
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="rebuild") as pool:
@@ -116,7 +288,7 @@ class Rebuild:
         blocks = [self._found[part] for part in self._blocks.values() if part in self._found]
         truth = next((each for each in blocks if len(each.members) == self._data), None)
         if truth is None:
-            raise SourceFailed("no parity block of it is left: " + "; ".join(self._failures))
+            raise SourceGone("no parity block of it is left: " + "; ".join(self._failures))
         for position, part in self._members.items():
             if part in self._found and self._found[part].digests != truth.members[position]:
                 self._drop(part, "it is not what the parity was made from")
@@ -125,14 +297,15 @@ class Rebuild:
                 self._drop(part, "it was made from other bytes")
         return truth
 
-    def _ask(self, part: RebuildPart) -> DescribedPart | None:
+    def _ask(self, part: RebuildPart) -> Seal | None:
         try:
-            return part.find(self._dial)
-        except PartMissing as error:
-            self._failures.append(str(error))
+            with part.open(self._dial) as (_, found):
+                return found
+        except SourceFailed as error:
+            self._failures.append(f"{part}: {error}")
             return None
 
-    def _recipe(self) -> dict[RebuildPart, tuple[int, DescribedPart]]:
+    def _recipe(self) -> dict[RebuildPart, tuple[int, Seal]]:
         """Which parts to read now, with their weights. Raises SourceFailed."""
         lost = set(range(self._data)) - {
             place for place, part in self._members.items() if part in self._found
@@ -141,8 +314,8 @@ class Rebuild:
         try:
             recipe = coding.recipe(self._data, self._me, lost, left)
         except (coding.NotRecoverable, coding.LibraryMissing) as error:
-            kind = SourceCorrupt if self._corrupt else SourceFailed
-            raise kind("; ".join((str(error), *self._failures))) from error
+            kind = SourceCorrupt if self.bad else SourceGone
+            raise kind("; ".join((str(error), *self._failures)), self.bad) from error
         weights = {self._members[position]: weight for position, weight in recipe.members.items()}
         weights |= {self._blocks[index]: weight for index, weight in recipe.blocks.items()}
         return {part: (weight, self._found[part]) for part, weight in weights.items() if weight}
@@ -152,10 +325,9 @@ class Rebuild:
         if failed.corrupt or failed.certain:
             reason = part.accuse(self._dial) if self._tell and not failed.certain else str(failed)
             if reason:
-                self._corrupt = True
                 rank = part.share.ranks[0] if part.share else part.artifact.rank
                 version, kind = part.artifact.version, part.artifact.kind
-                self._on_bad(Quarantined(rank, version, part.peer.worker, reason, kind))
+                self.bad.append(Quarantined(rank, version, part.peer.worker, reason, kind))
                 self._drop(part, reason)
                 return
         self._strikes[part] += 1
@@ -163,6 +335,63 @@ class Rebuild:
             self._drop(part, str(failed))
 
     def _drop(self, part: RebuildPart, reason: str) -> None:
-        log.warning("rebuild of %s goes on without %s: %s", self._artifact, part, reason)
+        log.warning("rebuild of %s goes on without %s: %s", self.artifact, part, reason)
         self._failures.append(f"{part}: {reason}")
         self._found.pop(part, None)
+
+
+_PARALLEL = 16
+
+
+class ParitySource(ArtifactSource):
+    """What a group could rebuild of the artifacts of its members."""
+
+    def __init__(
+        self, group: ParityGroup, procs_per_worker: int, connect: DialPeer, *, tell: bool = True
+    ) -> None:
+        """`tell`: workers hear that their parts are bad, and free them."""
+        self._group, self._procs, self._connect, self._tell = group, procs_per_worker, connect, tell
+        self._last: Rebuild | None = None
+
+    def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
+        """Artifacts of which there are as many blocks as the group lacks artifacts of its members. Raises
+        SourceFailed if nobody who could know answers."""
+        group, ranks = self._group, self._group.coded_with(rank, self._procs)
+        blocks = [(peer, -1, Share(index, ranks)) for index, peer in enumerate(group.holders)]
+        members = [(peer, of, None) for peer, of in zip(group.members, ranks, strict=True) if of != rank]
+
+        def ask(peer: Peer, of: int, share: Share | None) -> tuple[ListedArtifact, ...] | str:
+            try:
+                return holdings(Dial(peer.worker, lambda: call.own(self._connect(peer))), of, share)
+            except SourceFailed as error:
+                return f"worker {peer.worker}: {error}"
+
+        questions = [*blocks, *members]
+        with ThreadPoolExecutor(min(_PARALLEL, len(questions)), thread_name_prefix="obtainable") as pool:
+            answers = [*pool.map(lambda question: ask(*question), questions)]
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        parts: Counter[Artifact] = Counter()
+        sizes: dict[Artifact, int] = {}
+        for (_, _, share), listed in zip(questions, answers, strict=True):
+            if isinstance(listed, str):
+                continue
+            if share is not None:
+                found = {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
+                sizes |= found
+                parts.update(found.keys())
+            else:  # of a member: it helps to rebuild this rank's artifact of the same version
+                parts.update({replace(each.artifact, rank=rank) for each in listed})
+        if not sizes and failures:
+            raise SourceFailed("; ".join(failures))
+        return {artifact: size for artifact, size in sizes.items() if parts[artifact] >= len(ranks)}
+
+    @contextlib.contextmanager
+    def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
+        found, self._last = self._last, None
+        if found is None or found.artifact != artifact:
+            ranks = self._group.coded_with(artifact.rank, self._procs)
+            found = Rebuild(
+                artifact, ranks, self._group, lambda peer: call.own(self._connect(peer)), tell=self._tell
+            )
+        yield OpenArtifact(found.seal, found.unfold, found.bad)
+        self._last = found  # nothing failed: the next chunk need not ask everybody again

@@ -17,16 +17,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifacts.slot import NotASlot
-from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.directive import Directive, Phase, Source, Tier
 from tiercheck.protocol.report import Proof, RestoreState
-from tiercheck.protocol.version import Artifact, History, Version
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.digest import length_of
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.artifact_source import (
+    ArtifactSource,
+    BoundedCall,
+    ChunkBuffer,
+    SourceCorrupt,
+    SourceFailed,
+    SourceGone,
+)
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
-from tiercheck_sidecar.rehearsal.routes import Gone, Route, routes
+from tiercheck_sidecar.restore.restore_plan import OutOfReach, SourceOffer, bytes_moved, name_of, plan
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.seal import header_fault
 
 PAUSES = (2.0, 5.0, 15.0, 30.0)
 """Seconds before what could not be read is tried again: a sidecar may be starting anew."""
@@ -64,7 +71,7 @@ class RehearsalGround:
     ) -> None:
         """`wait` as `SidecarState.wait_until`."""
         self._state, self._vault, self._wait = state, vault, wait
-        self._directive, self._tier = directive, tier
+        self._directive, self._tier, self.history = directive, tier, directive.history
 
     def newest(self) -> Version:
         """The newest version that is complete in the tier."""
@@ -75,7 +82,7 @@ class RehearsalGround:
             raise Stopped("nothing is known to be complete")
         marks = verdict.watermarks
         version = {Tier.LOCAL: marks.local, Tier.PEER: marks.peer, Tier.REMOTE: marks.remote}[self._tier]
-        if version is None or not self._directive.history.continues(version):
+        if version is None or not self.history.continues(version):
             raise Stopped("nothing is complete yet")
         return version
 
@@ -134,15 +141,18 @@ class Walked:
 
 
 class Walk:
-    """Used once."""
+    """Reads what a restore of `rank` from `source` would read, chunk by chunk. Used once."""
 
-    def __init__(self, route: Route, rank: int, history: History, ground: RehearsalGround) -> None:
-        self._route, self._rank, self._history, self._ground = route, rank, history, ground
+    def __init__(
+        self, reach: RestoreSources, source: Source, place: ArtifactSource, rank: int, ground: RehearsalGround
+    ) -> None:
+        self._reach, self._source, self._place, self._rank, self._ground = reach, source, place, rank, ground
         self._done = self._bytes = self._parts = 0
         self._at: Artifact | None = None
         """What is being read."""
         self._fresh = True
         """Whether nothing of the current version was read yet."""
+        self._buffer = ChunkBuffer()
 
     def run(self) -> Walked:
         """Raises Disproved, Stopped."""
@@ -152,45 +162,91 @@ class Walk:
             try:
                 self._read_on(version)
                 return Walked(version, self._bytes, max(1, self._parts))
-            except SourceCorrupt as error:
-                raise Disproved(self._sentence(version, error)) from error
             except (SourceFailed, NotASlot, OSError) as error:
                 if self._done > before:
                     troubles = fruitless = 0
-                if isinstance(error, Gone) and self._ground.outlived(version):
+                gone = self._is_gone(error, version)
+                if gone and self._ground.outlived(version):
                     fruitless += 1
                     if fruitless > _FRUITLESS:
                         raise TooSlow("versions are freed before they can be read") from error
                     continue
-                if troubles == len(PAUSES):
+                if troubles == len(PAUSES) or (isinstance(error, SourceCorrupt) and not gone):
                     raise Disproved(self._sentence(version, error)) from error
                 self._ground.pause(PAUSES[troubles])
                 troubles += 1
 
     def _read_on(self, version: Version) -> None:
         began = time.thread_time()
-        for artifact, index, length in self._chunks(version):
-            moved = self._route.read(artifact, index)
+        for artifact, index in self._chunks(version):
+            length = self._read(artifact, index)
             self._done, self._bytes = self._done + 1, self._bytes + length
             if self._fresh:
                 self._parts, self._fresh = self._parts + 1, False
-            self._ground.rest(time.thread_time() - began, moved)
+            self._ground.rest(time.thread_time() - began, bytes_moved(self._source, length))
             began = time.thread_time()
 
-    def _chunks(self, version: Version) -> Iterator[tuple[Artifact, int, int]]:
-        """Chunks that are still to be read, each with its bytes."""
+    def _chunks(self, version: Version) -> Iterator[tuple[Artifact, int]]:
+        """Chunks that are still to be read."""
         self._at, left = None, self._done
-        for artifact in self._route.chain(self._rank, version, self._history):
+        found = plan(self._rank, version, self._ground.history, {}, self._offers(version))
+        if isinstance(found, OutOfReach):
+            raise SourceGone(str(found))
+        for artifact in found.artifacts(self._rank):
             self._at = artifact
-            digests = self._route.digests(artifact)
-            count = len(digests.values)
+            with self._place.open(artifact, BoundedCall()) as opened:
+                count = len(opened.seal.digests.values)
             for index in range(min(left, count), count):
-                yield artifact, index, length_of(digests, index)
+                yield artifact, index
             left = max(0, left - count)
+
+    def _read(self, artifact: Artifact, index: int) -> int:
+        """Reads a chunk, and verifies it. Returns its bytes. What differs once may have been bent on the way.
+        The place holds the artifact for that long only."""
+        try:
+            return self._read_once(artifact, index)
+        except SourceCorrupt:
+            return self._read_once(artifact, index)
+
+    def _read_once(self, artifact: Artifact, index: int) -> int:
+        with self._place.open(artifact, BoundedCall()) as opened:
+            seal, digests = opened.seal, opened.seal.digests
+            if index >= len(digests.values):
+                raise SourceGone("it was made anew meanwhile, and is shorter now")
+            opened.read([index], self._buffer)
+            if opened.bad:
+                raise SourceCorrupt("others took the places of bad parts", opened.bad)
+            chunk = self._buffer.room(digests, index)
+            # As when a restored slot is sealed. A header that reaches beyond the first chunk is left to its
+            # digests.
+            is_whole = 8 + int.from_bytes(chunk[:8], "little") <= len(chunk) or digests.size == len(chunk)
+            reason = header_fault(chunk, seal, digests.size) if index == 0 and is_whole else ""
+            if reason:
+                raise SourceCorrupt(reason)
+            return len(chunk)
+
+    def _offers(self, version: Version) -> list[SourceOffer]:
+        places, failures = self._reach.ask(self._rank, version, [self._source])
+        if failures:
+            raise SourceFailed(failures[0].removeprefix(f"{name_of(self._source)}: "))
+        return places
+
+    def _is_gone(self, error: Exception, version: Version) -> bool:
+        """What was freed or deleted while it was read is gone, and not bad."""
+        if isinstance(error, SourceGone) or self._at is None or not isinstance(error, SourceFailed):
+            return isinstance(error, SourceGone)
+        try:
+            return all(self._at not in place.offers for place in self._offers(version))
+        except SourceFailed:
+            return False
 
     def _sentence(self, version: Version, error: Exception) -> str:
         what = f"the {self._at}" if self._at is not None else f"{version} of rank {self._rank}"
-        return f"{what}, would not come back from {self._route.name}: {error}"
+        why = str(error)
+        if isinstance(error, SourceFailed) and error.bad:
+            bad = error.bad[0]
+            why = f"what worker {bad.worker} gives for it is bad: {bad.reason}"
+        return f"{what}, would not come back from {name_of(self._source)}: {why}"
 
 
 log = logging.getLogger(__name__)
@@ -257,13 +313,13 @@ class Rehearser:
         """Whether all is well, and which version was read whole. Raises Stopped."""
         walked: dict[int, list[tuple[Walked, float]]] = {rank: [] for rank in self._vault.ranks}
         bad: dict[int, list[str]] = {}
-        ways = routes(tier, directive, self._vault, self._reach)
-        for route in ways:
-            with contextlib.closing(route):
+        ways = _sources(tier, directive)
+        for source in ways:
+            with contextlib.closing(self._reach.open(source, tell=False)) as place:
                 for rank, found in walked.items():
                     began = self._clock()
                     try:
-                        done = Walk(route, rank, directive.history, ground).run()
+                        done = Walk(self._reach, source, place, rank, ground).run()
                     except Disproved as error:
                         log.error("rehearsal of the %s tier: %s", tier.value, error)
                         bad.setdefault(rank, []).append(str(error))
@@ -301,3 +357,11 @@ class Rehearser:
             self._state.show(ledger.shown(self._vault.ranks))
         self._state.problem(REHEARSAL_FAILED, ledger.complaint())
         self._state.bump()
+
+
+def _sources(tier: Tier, directive: Directive) -> list[Source]:
+    """Every place of `tier` that a recovery of this worker's ranks might read from."""
+    if tier is not Tier.PEER:
+        return [Source(tier)]
+    found = [Source(tier, peer) for peer in directive.holders]
+    return [*found, Source(tier, parity=directive.parity)] if directive.parity is not None else found

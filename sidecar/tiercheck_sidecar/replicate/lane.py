@@ -32,7 +32,6 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 
 def due(
@@ -278,7 +277,7 @@ class Lane:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
+            self._vault.evict_if_bad(self._state, seal.artifact, Tier.LOCAL)
             waits.failed(seal.rank, now())
             self._report(str(error))
         except PushRefused as error:

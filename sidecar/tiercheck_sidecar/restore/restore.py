@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 
 from tiercheck.failpoints import failpoint
@@ -23,7 +24,7 @@ from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.artifact_source import SourceFailed, TriedInVain
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.restore_plan import (
     Brought,
@@ -34,9 +35,8 @@ from tiercheck_sidecar.restore.restore_plan import (
     name_of,
     plan,
 )
-from tiercheck_sidecar.restore.sources import RestoreSources, TriedInVain
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
-from tiercheck_sidecar.vault.verification import fault_of
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ class RankRestorer:
         meter = self._state.meter
         try:
             with meter.waiting("own memory"):
-                reason = fault_of(
-                    self._vault, artifact, self._verifiers, lambda count: meter.arrived(artifact.rank, count)
+                reason = self._vault.fault(
+                    artifact, Tier.LOCAL, threads=self._verifiers, read=partial(meter.arrived, artifact.rank)
                 )
         except NotHeld:
             return
@@ -159,13 +159,12 @@ class RankRestorer:
         for group in _at_once(need.places):
             try:
                 brought = self._bring(need.artifact, group, chosen)
-            except TriedInVain as error:
-                self._failures += error.reasons
+            except SourceFailed as error:
+                named = f"{', '.join(map(name_of, group))}: {error}"
+                self._failures += error.reasons if isinstance(error, TriedInVain) else [named]
                 for bad in error.bad:
                     self._distrust(bad)
-            except SourceCorrupt as error:
-                self._failures.append(str(error))
-            except (SourceFailed, NoFreeSlot, NotASlot, OSError) as error:
+            except (NoFreeSlot, NotASlot, OSError) as error:
                 self._failures.append(f"{', '.join(map(name_of, group))}: {error}")
             except Exception as error:  # of this place: the next one may have it
                 log.exception("the %s cannot be brought", need.artifact)

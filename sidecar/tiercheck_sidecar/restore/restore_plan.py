@@ -113,17 +113,23 @@ def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[Sour
 
 
 def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
-    """Bytes that this plan moves, out of `tier` if given. A rebuild reads as many parts as its group has
-    members."""
+    """Bytes that this plan moves, out of `tier` if given."""
     return sum(
-        need.size * (len(need.places[0].parity.members) if need.places[0].parity else 1)
-        for need in found.needs
-        if tier in (None, need.places[0].tier)
+        bytes_moved(need.places[0], need.size) for need in found.needs if tier in (None, need.places[0].tier)
     )
+
+
+def bytes_moved(source: Source, size: int) -> int:
+    """Returns what comes here for `size` bytes: a rebuild reads as many parts as its group has members."""
+    if source.tier is Tier.LOCAL:
+        return 0
+    return size * (len(source.parity.members) if source.parity is not None else 1)
 
 
 def name_of(source: Source) -> str:
     """How sentences call it."""
     if source.peer is not None:
         return f"worker {source.peer.worker}"
+    if source.tier is Tier.LOCAL:
+        return "own memory"
     return "parity" if source.parity is not None else f"the {source.tier.value} tier"

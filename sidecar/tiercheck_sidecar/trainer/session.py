@@ -38,7 +38,7 @@ from tiercheck.protocol.local import (
 )
 from tiercheck.protocol.report import Quarantined, RankFailure, RankRestore, RestoreState, ResumeProof
 from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
-from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.artifact_source import SourceFailed
 from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.sources import Lender

@@ -1,19 +1,20 @@
-"""Finds what survived a restart of the sidecar: slots whose bytes still match their seals.
+"""Reads what memory holds again, to see whether it is what was sealed.
 
-Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be
-writing through its mapping, and must then write into a file that no one will ever open again.
+After a restart of the sidecar, slots whose bytes still match their seals are found. Anything unsealed is
+removed rather than reused in place: a trainer that outlived the sidecar may still be writing through its
+mapping, and must then write into a file that no one will ever open again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.plain_files import is_plain
-from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, header_fault, read_seal, seal_path
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
@@ -54,12 +55,20 @@ def _inspect(path: Path) -> Slot | None:
     return slot
 
 
-def fault(slot: Slot) -> str:
-    """Why the slot's bytes are not what its seal says; empty if they are. Raises OSError."""
+def fault(slot: Slot, threads: Executor | None = None, read: Callable[[int], None] = lambda _: None) -> str:
+    """Why the slot's bytes are not what its seal says; empty if they are. `threads` share the chunks, and
+    `read` hears of the bytes of each. Raises OSError."""
     with sealed(slot) as (view, seal):
-        bad = first_mismatch(view, seal.digests)
-        if bad is not None:
-            return f"chunk {bad} does not match its digest"
+        digests = seal.digests
+
+        def is_bad(index: int) -> bool:
+            bad = digest_chunk(chunk_view(view, digests, index)) != digests.values[index]
+            read(length_of(digests, index))
+            return bad
+
+        found = [*(map if threads is None else threads.map)(is_bad, range(len(digests.values)))]
+        if True in found:
+            return f"chunk {found.index(True)} does not match its digest"
         return header_fault(view, seal) if seal.share is None else ""
 
 

@@ -12,14 +12,16 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts import sizing
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
@@ -152,12 +154,19 @@ class Vault:
                 slot.pins -= 1
                 self._settle(slot)
 
-    def fault(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> str:
-        """Read what `find` finds again and say what is wrong with it; empty if nothing is. Raises NotHeld,
-        OSError.
+    def fault(
+        self,
+        artifact: Artifact,
+        tier: Tier | None = None,
+        share: Share | None = None,
+        threads: Executor | None = None,
+        read: Callable[[int], None] = lambda _: None,
+    ) -> str:
+        """Read what `find` finds again and say what is wrong with it; empty if nothing is. `threads` and
+        `read` as for `inventory.fault`. Raises NotHeld, OSError.
         """
         with self.pin(artifact, tier, share) as slot:
-            return fault(slot)
+            return fault(slot, threads, read)
 
     # Room
 
@@ -369,6 +378,26 @@ class Vault:
                 if ours and slot.state is SlotState.WRITING:
                     slot.state = SlotState.GONE
         self.trim()
+
+    def evict_if_bad(
+        self, state: SidecarState, artifact: Artifact, tier: Tier | None = None, share: Share | None = None
+    ) -> str:
+        """Read an artifact, or a block, again: when what we send keeps arriving damaged, our own memory is
+        the first suspect. If it has rotted it is freed and reported, and what is wrong with it is returned:
+        whoever complains of it is not believed, our own eyes are. What an own rank wrote may be all that
+        there is, so it stays where it only could not be read, as without descriptors."""
+        try:
+            reason = self.fault(artifact, tier, share=share)
+        except (NotHeld, OSError) as error:
+            if tier is Tier.LOCAL:
+                return str(error)
+            reason = str(error)
+        if reason and self.evict(
+            lambda seal: (seal.artifact, seal.share) == (artifact, share) and tier in (None, seal.tier)
+        ):
+            bad = Quarantined(artifact.rank, artifact.version, state.config.worker, reason, artifact.kind)
+            state.quarantine(bad)
+        return reason
 
     def evict(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
         """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns

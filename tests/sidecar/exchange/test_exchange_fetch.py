@@ -17,7 +17,8 @@ from tests.examples import examples
 from tests.sidecar.stations import MakeStations, MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.artifact_source import TriedInVain
+from tiercheck_sidecar.exchange.fetch import Dial, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.streams import DAMAGED_MOST, OVERDUE, Deal, Gathering
 from tiercheck_sidecar.replicate.lane import FIRST, LONGEST, Backoff
@@ -25,6 +26,11 @@ from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
 LARGE = 41 * MIB
+
+
+@pytest.fixture
+def job(stations: MakeStations) -> Stations:
+    return stations(workers=3)
 
 
 def copied(job: Stations, size: int = LARGE, kind: Kind = Kind.SNAPSHOT) -> tuple[Seal, Artifact, bytes]:
@@ -62,8 +68,7 @@ class Cable(Wire):
         return super().receive_chunk_header()
 
 
-def test_artifact_comes_back_from_two_holders_at_once(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_artifact_comes_back_from_two_holders_at_once(job: Stations) -> None:
     seal, artifact, content = copied(job)
     asked = {1: threading.Event(), 2: threading.Event()}
 
@@ -95,8 +100,7 @@ def test_delta_of_any_size_comes_back(stations: MakeStations, size: int) -> None
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
-def test_bad_copy_is_named_and_the_good_one_is_used(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_bad_copy_is_named_and_the_good_one_is_used(job: Stations) -> None:
     seal, artifact, content = copied(job)
     job[1].flip(seal, Tier.PEER, *range(len(seal.digests.values)))
     answered = threading.Event()
@@ -125,8 +129,7 @@ def test_bad_copy_is_named_and_the_good_one_is_used(stations: MakeStations) -> N
     assert [bad.worker for bad in job[1].state.quarantined] == [1]
 
 
-def test_copies_that_are_bad_in_different_places_make_a_good_one(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_copies_that_are_bad_in_different_places_make_a_good_one(job: Stations) -> None:
     seal, artifact, content = copied(job)
     job[1].flip(seal, Tier.PEER, 2)
     job[2].flip(seal, Tier.PEER, 7)
@@ -134,19 +137,17 @@ def test_copies_that_are_bad_in_different_places_make_a_good_one(stations: MakeS
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
-def test_only_copy_being_bad_is_an_error_that_names_it(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_only_copy_being_bad_is_an_error_that_names_it(job: Stations) -> None:
     seal, artifact, _ = copied(job)
     job[1].flip(seal, Tier.PEER, 2, 3)
-    with pytest.raises(FetchFailed, match="the copy at worker 1 is bad") as failure:
+    with pytest.raises(TriedInVain, match="the copy at worker 1 is bad") as failure:
         fetch(job[0].vault, artifact, job[0].dials(1))
     assert [bad.worker for bad in failure.value.bad] == [1]
     assert not job[0].holds(artifact, Tier.LOCAL), "a half-restored slot is never offered"
     fetch(job[0].vault, artifact, job[0].dials(2))
 
 
-def test_holder_that_dies_in_the_middle_is_made_up_for(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_holder_that_dies_in_the_middle_is_made_up_for(job: Stations) -> None:
     seal, artifact, content = copied(job)
     cables = [Cable(job[0].connect(1), 2)]
 
@@ -161,8 +162,7 @@ def test_holder_that_dies_in_the_middle_is_made_up_for(stations: MakeStations) -
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
-def test_broken_line_to_the_only_holder_costs_what_was_on_it(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_broken_line_to_the_only_holder_costs_what_was_on_it(job: Stations) -> None:
     seal, artifact, content = copied(job)
     made: list[Cable] = []
 
@@ -175,9 +175,8 @@ def test_broken_line_to_the_only_holder_costs_what_was_on_it(stations: MakeStati
     assert len(made) >= 4, "eleven chunks, three for each connection"
 
 
-def test_holder_that_stalls_holds_up_nobody(stations: MakeStations) -> None:
+def test_holder_that_stalls_holds_up_nobody(job: Stations) -> None:
     """What it owes is asked of the other one, long before its connection counts as broken."""
-    job = stations(workers=3)
     seal, artifact, content = copied(job)
 
     class Stalled(Wire):
@@ -192,8 +191,7 @@ def test_holder_that_stalls_holds_up_nobody(stations: MakeStations) -> None:
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
-def test_holder_that_does_not_answer_is_not_waited_for(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_holder_that_does_not_answer_is_not_waited_for(job: Stations) -> None:
     seal, artifact, content = copied(job, 5 * MIB)
     with socket.create_server((job.host(7), 0)) as silent:
 
@@ -216,19 +214,17 @@ def test_holder_without_it_and_holder_with_other_content_do_no_harm(stations: Ma
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
-def test_nobody_having_it_says_so_for_each(stations: MakeStations) -> None:
-    job = stations(workers=3)
-    with pytest.raises(FetchFailed) as failure:
+def test_nobody_having_it_says_so_for_each(job: Stations) -> None:
+    with pytest.raises(TriedInVain) as failure:
         fetch(job[0].vault, Artifact(0, Version(5, 1)), job[0].dials(1, 2))
     said = sorted(failure.value.reasons)
     assert [reason.split(":")[0] for reason in said] == ["worker 1", "worker 2"]
     assert all("not here" in reason for reason in said)
-    with pytest.raises(FetchFailed, match="no source is known"):
+    with pytest.raises(TriedInVain, match="no source is known"):
         fetch(job[0].vault, Artifact(0, Version(5, 1)), [])
 
 
-def test_no_room_is_said_before_a_byte_travels(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_no_room_is_said_before_a_byte_travels(job: Stations) -> None:
     _, artifact, _ = copied(job, 5 * MIB)
     for step in (10, 11, 12):
         job[0].save(Version(step, 1), 5 * MIB)
@@ -236,8 +232,7 @@ def test_no_room_is_said_before_a_byte_travels(stations: MakeStations) -> None:
         fetch(job[0].vault, artifact, job[0].dials(1))
 
 
-def test_what_a_peer_holds_can_be_asked(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_what_a_peer_holds_can_be_asked(job: Stations) -> None:
     snapshot = job[0].save(Version(4, 1), MIB)
     delta = job[0].save(Version(5, 1), 5000, Kind.DELTA)
     for seal in (snapshot, delta):
@@ -251,8 +246,7 @@ def test_what_a_peer_holds_can_be_asked(stations: MakeStations) -> None:
     assert holdings(dial, 2) == ()
 
 
-def test_line_that_damages_is_not_taken_for_a_bad_copy(stations: MakeStations) -> None:
-    job = stations(workers=3)
+def test_line_that_damages_is_not_taken_for_a_bad_copy(job: Stations) -> None:
     seal, artifact, content = copied(job, 13 * MIB)
 
     def damage(arrived: memoryview) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.stations import MakeStations, send_bytes
+from tests.sidecar.stations import MakeStations, Stations, send_bytes
 from tests.sidecar.world import DEADLINE, FakeLauncher, MakeWorld, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
@@ -31,6 +31,22 @@ from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
 LARGE = 21 * MIB  # six chunks, so that there are several streams and a short last chunk
+
+
+@pytest.fixture
+def job(stations: MakeStations) -> Stations:
+    return stations()
+
+
+@pytest.fixture
+def seal(job: Stations) -> Seal:
+    """What worker 0 has captured, of six chunks."""
+    return job[0].save(Version(5, 1), LARGE)
+
+
+@pytest.fixture
+def content(job: Stations, seal: Seal) -> bytes:
+    return job[0].content(seal, Tier.LOCAL)
 
 
 class Breaking(Wire):
@@ -60,13 +76,12 @@ def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks:
     return wire.receive(Say)
 
 
-def offer(seal: Seal) -> Ask:
-    return Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
+def offer(wire: Wire, seal: Seal) -> Say:
+    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
+    return wire.receive(Say)
 
 
-def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_copy_is_byte_for_byte_what_was_saved(job: Stations, seal: Seal) -> None:
     with job[0].line(1) as line:
         assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
@@ -75,8 +90,7 @@ def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
 
-def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: MakeStations) -> None:
-    job = stations()
+def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(job: Stations) -> None:
     job[0].save(Version(5, 1), 8 * MIB)
     seal = job[0].save(Version(6, 1), 5000, Kind.DELTA)
     with job[0].vault.pin(Artifact(0, Version(6, 1), Kind.DELTA)) as slot:
@@ -88,9 +102,7 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: MakeStati
     assert not job[1].holds(Artifact(0, Version(6, 1), Kind.SNAPSHOT))
 
 
-def test_broken_stream_is_taken_up_where_it_stopped(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_broken_stream_is_taken_up_where_it_stopped(job: Stations, seal: Seal) -> None:
 
     def arrived(chunks: set[int]) -> bool:
         return any(chunks <= each.verified for each in job[1].server.inbox.of(0))
@@ -103,20 +115,15 @@ def test_broken_stream_is_taken_up_where_it_stopped(stations: MakeStations) -> N
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
 
-def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
-    content = job[0].content(seal, Tier.LOCAL)
+def test_sender_that_comes_back_is_told_what_is_there(job: Stations, seal: Seal, content: bytes) -> None:
     chunks = len(seal.digests.values)
     first = job[0].connect(1)
-    first.send(offer(seal))
-    said = first.receive(Say)
+    said = offer(first, seal)
     assert (said.state, said.missing) == ("send", tuple(range(chunks)))
     assert send_by_hand(first, seal, content, said.transfer, 0, 3, 5).damaged == ()
     first.close()
     second = job[0].connect(1)
-    second.send(offer(seal))
-    again = second.receive(Say)
+    again = offer(second, seal)
     assert (again.state, set(again.missing)) == ("send", set(range(chunks)) - {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
@@ -124,46 +131,36 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) ->
         assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
 
 
-def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: MakeStations) -> None:
+def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(
+    job: Stations, seal: Seal, content: bytes
+) -> None:
     """It might be at a chunk that its sender, which has given it up, sends anew."""
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
-    content = job[0].content(seal, Tier.LOCAL)
     with closing(job[0].connect(1)) as first, closing(job[0].connect(1)) as second:
-        first.send(offer(seal))
-        late = first.receive(Say).transfer
-        second.send(offer(seal))
-        said = second.receive(Say)
+        late = offer(first, seal).transfer
+        said = offer(second, seal)
         with pytest.raises(WireBroken):
             send_by_hand(first, seal, content, late, 0)
         assert send_by_hand(second, seal, content, said.transfer, 0).state == "ok"
 
 
-def test_other_content_under_the_same_name_starts_over(stations: MakeStations) -> None:
+def test_other_content_under_the_same_name_starts_over(job: Stations, seal: Seal) -> None:
     """A restarted worker may save the same version again; not one chunk of the two may be mixed."""
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    said = wire.receive(Say)
+    said = offer(wire, seal)
     send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), said.transfer, 0)
     other = Seal(
         0, seal.version, seal.world_size, Tier.LOCAL, type(seal.digests)(LARGE, 4 * MIB, ("0" * 32,) * 6)
     )
-    wire.send(offer(other))
-    again = wire.receive(Say)
+    again = offer(wire, other)
     assert again.state == "send"
     assert again.transfer != said.transfer
     assert again.missing == tuple(range(6))
     wire.close()
 
 
-def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_stream_of_before_cannot_write_once_its_sender_began_again(job: Stations, seal: Seal) -> None:
     old = job[0].connect(1)
-    old.send(offer(seal))
-    said = old.receive(Say)
+    said = offer(old, seal)
     old.send(Ask("join", transfer=said.transfer))
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
@@ -174,14 +171,10 @@ def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Mak
     old.close()
 
 
-def test_chunk_that_arrives_damaged_is_sent_again(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
-    content = job[0].content(seal, Tier.LOCAL)
+def test_chunk_that_arrives_damaged_is_sent_again(job: Stations, seal: Seal, content: bytes) -> None:
     bad = content[: 9 * MIB] + bytes([content[9 * MIB] ^ 1]) + content[9 * MIB + 1 :]
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    transfer = wire.receive(Say).transfer
+    transfer = offer(wire, seal).transfer
     assert send_by_hand(wire, seal, bad, transfer, *range(6)).damaged == (2,)
     wire.send(Ask("commit", transfer=transfer))
     assert wire.receive(Say).state == "again"
@@ -196,17 +189,14 @@ def test_chunk_that_arrives_damaged_is_sent_again(stations: MakeStations) -> Non
     assert job[1].content(seal, Tier.PEER) == content
 
 
-def test_copy_that_rotted_at_its_owner_is_never_acknowledged(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_copy_that_rotted_at_its_owner_is_never_acknowledged(job: Stations, seal: Seal) -> None:
     job[0].flip(seal, Tier.LOCAL, 3)
     with job[0].line(1) as line, pytest.raises(TooDamaged, match="chunk 3"):
         push(job[0].vault, seal, line)
     assert not job[1].holds(Artifact(0, seal.version))
 
 
-def test_idle_connection_that_the_holder_closed_costs_nothing(stations: MakeStations) -> None:
-    job = stations()
+def test_idle_connection_that_the_holder_closed_costs_nothing(job: Stations) -> None:
     first, second = job[0].save(Version(5, 1), MIB), job[0].save(Version(6, 1), MIB)
     with job[0].line(1) as line:
         assert push(job[0].vault, first, line)
@@ -215,8 +205,7 @@ def test_idle_connection_that_the_holder_closed_costs_nothing(stations: MakeStat
         assert push(job[0].vault, second, line)
 
 
-def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
-    job = stations()
+def test_one_connection_carries_many_deltas(job: Stations) -> None:
     made = 0
 
     def connect() -> Wire:
@@ -231,8 +220,7 @@ def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
     assert made == 1
 
 
-def test_holder_without_room_says_so_and_takes_it_later(stations: MakeStations) -> None:
-    job = stations()
+def test_holder_without_room_says_so_and_takes_it_later(job: Stations) -> None:
     seals = [job[0].save(Version(step, 1), MIB) for step in (1, 2, 3)]
     with job[0].line(1) as line:
         said = [push(job[0].vault, seal, line) for seal in seals]
@@ -248,15 +236,12 @@ def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
     old, kept, new = (job[0].save(Version(step, 1), MIB) for step in (1, 2, 3))
     job[0].push(kept, 1)
     abandoned = job[0].connect(1)
-    abandoned.send(offer(old))
-    assert abandoned.receive(Say).state == "send"
+    assert offer(abandoned, old).state == "send"
     abandoned.close()
     assert job[0].push(new, 1)
 
 
-def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_transfer_that_nobody_comes_back_for_is_given_up(job: Stations, seal: Seal) -> None:
     now = 100.0
     inbox = Inbox(job[1].vault, lambda: now)
     transfer = inbox.open(CallerClaim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
@@ -273,12 +258,9 @@ def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations)
         job[1].vault.draft(Seal(0, Version(8, 1), 2, Tier.PEER, seal.digests))
 
 
-def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: MakeStations) -> None:
-    job = stations()
-    seal = job[0].save(Version(5, 1), LARGE)
+def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(job: Stations, seal: Seal) -> None:
     wire = job[0].connect(1)
-    wire.send(offer(seal))
-    transfer = wire.receive(Say).transfer
+    transfer = offer(wire, seal).transfer
     job.next_attempt()
     assert send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), transfer, *range(6)).damaged == ()
     wire.send(Ask("commit", transfer=transfer))

@@ -351,8 +351,7 @@ def test_copies_and_restores_go_over_the_named_interfaces_and_not_over_the_pods(
     assert sent(world, "net2") > SIZE / 8
     assert sent(world, "net1") + sent(world, "net2") > SIZE
     copied = networks_of(world).carried(1, "net1") + networks_of(world).carried(1, "net2")
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(5, 1), {0: (world.from_peer(1),)})
     (rank,) = world.report(0).restore.ranks
     assert (rank.tier, rank.worker) == (Tier.PEER, 1)

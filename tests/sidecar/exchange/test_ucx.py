@@ -13,8 +13,7 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
-from tiercheck_sidecar.exchange import ucx
-from tiercheck_sidecar.exchange.channel import TcpChannel
+from tiercheck_sidecar.exchange.channel import TcpChannel, UcxChannel, why_no_ucx
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import dial_pod
@@ -22,7 +21,7 @@ from tiercheck_sidecar.replicate.lane import push
 
 MIB = 1 << 20
 LARGE = 21 * MIB
-needs_ucx = pytest.mark.skipif(bool(ucx.why_no_ucx()), reason=ucx.why_no_ucx() or "it is there")
+needs_ucx = pytest.mark.skipif(bool(why_no_ucx()), reason=why_no_ucx() or "it is there")
 os.environ.setdefault("UCX_TLS", "tcp,self")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
@@ -35,7 +34,7 @@ def with_ucx(stations: MakeStations, *workers: int, **options: int) -> Stations:
 
 
 def is_by_ucx(wire: Wire) -> bool:
-    return isinstance(wire.channel, ucx.UcxChannel)
+    return isinstance(wire.channel, UcxChannel)
 
 
 @needs_ucx
@@ -101,7 +100,7 @@ def test_process_that_dies_in_mid_copy_takes_nobody_with_it(make_world: MakeWorl
     assert "TCP carries copies" not in world.logs(0)
 
 
-@pytest.mark.skipif(not ucx.why_no_ucx(), reason="ucxx is here")
+@pytest.mark.skipif(not why_no_ucx(), reason="ucxx is here")
 def test_where_ucx_is_missing_it_is_told_and_tcp_carries_copies(stations: MakeStations) -> None:
     job = stations()
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_ucx=True))

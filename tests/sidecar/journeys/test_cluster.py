@@ -45,8 +45,7 @@ def test_snapshot_is_sealed_copied_and_both_watermarks_rise(make_world: MakeWorl
 def test_four_workers_lose_two_and_all_ranks_come_back(make_world: MakeWorld) -> None:
     world = make_world(workers=4, procs=2).launch()
     world.save_everywhere(10, 20)
-    world.lose(1, 3)
-    world.start(1, 3)
+    world.renew(1, 3)
     lost = {rank: (world.from_peer((rank // 2 + 1) % 4),) for rank in (2, 3, 6, 7)}
     world.begin(Version(20, 1), lost)
     for worker in range(4):
@@ -66,11 +65,8 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
     world.save_everywhere(10)
     (copy,) = copies(world, 1, 0)
     flip(copy, 150_000)
-    world.lose(0)
-    world.start(0)
-    world.new_attempt(Version(10, 1))
-    world.direct(Phase.HOLD, {0: (world.from_peer(1),)}, holders=(1, 2))
-    until(lambda: world.report(0).restore.state.value == "Failed", "nothing else was named")
+    world.renew(0)
+    world.restore_in_vain(Version(10, 1), {0: (world.from_peer(1),)}, holders=(1, 2))
     assert "worker 1 is bad" in world.report(0).restore.ranks[0].failures[0]
     assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [
         (0, Version(10, 1), 1)
@@ -86,11 +82,8 @@ def test_restore_without_any_good_source_fails_and_says_why(make_world: MakeWorl
     world.save_everywhere(10)
     (copy,) = copies(world, 1, 0)
     flip(copy, 150_000)
-    world.lose(0)
-    world.start(0)
-    world.new_attempt(Version(10, 1))
-    world.direct(Phase.HOLD, {0: (world.from_peer(1),)})
-    until(lambda: world.report(0).restore.state.value == "Failed", "failed")
+    world.renew(0)
+    world.restore_in_vain(Version(10, 1), {0: (world.from_peer(1),)})
     assert "bad" in world.report(0).restore.ranks[0].failures[0]
     assert not world.holds(0, 0, Version(10, 1)), "a half-restored slot is never offered"
 
@@ -156,8 +149,7 @@ def test_many_chunks_are_pushed_and_pulled_over_several_streams(make_world: Make
         for rank in ranks:
             assert rank.save(10)
         world.reach("peer", Version(10, 1))
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(10, 1), {0: (world.from_peer(1),)})
     assert world.report(0).restore.ranks[0].tier is Tier.PEER
     with world.rank(0) as rank:
@@ -181,8 +173,7 @@ def test_copies_are_made_and_restored_between_pods_of_one_address(world: World) 
     world.save_everywhere(10, 20)
     for worker in range(3):
         assert world.holds((worker + 1) % 3, worker, Version(20, 1), Tier.PEER)
-    world.lose(1)
-    world.start(1)
+    world.renew(1)
     world.begin(Version(20, 1), {1: (world.from_peer(2),)})
     (rank,) = world.report(1).restore.ranks
     assert (rank.tier, rank.worker) == (Tier.PEER, 2)

@@ -278,33 +278,37 @@ def verdict(**more: Any) -> TierVerdict:
     return TierVerdict(2, Watermarks(), **more)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_without_a_word_in_this_attempt_only_other_histories_are_given_up(kind: Kind) -> None:
-    for word in (None, TierVerdict(1, Watermarks(), floor=v(19), copy=v(19))):
-        assert not is_expendable(v(3), kind, HISTORY, word)
-        assert is_expendable(Version(21, 1), kind, HISTORY, word)
+BOTH = tuple(Kind)
+SNAPSHOT, DELTA = (Kind.SNAPSHOT,), (Kind.DELTA,)
+STALE = TierVerdict(1, Watermarks(), floor=v(19), copy=v(19))
 
 
-def test_snapshot_gives_way_to_the_one_that_is_named_after_it() -> None:
-    assert is_expendable(v(24), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
-    assert not is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
-    assert not is_expendable(v(32), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28))), (
-        "its member has heard newer news"
-    )
-    assert not is_expendable(v(24), Kind.DELTA, HISTORY, verdict(copy=v(28)))
-
-
-def test_named_snapshot_is_made_even_when_deltas_have_carried_the_floor_past_it() -> None:
-    assert not is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28), floor=v(32)))
-    assert is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=None, floor=v(32)))
-
-
-def test_abandoned_snapshot_is_given_up_and_the_delta_of_its_step_is_not() -> None:
-    assert is_expendable(v(24), Kind.SNAPSHOT, HISTORY, verdict(abandoned=(v(24),)))
-    assert not is_expendable(v(24), Kind.DELTA, HISTORY, verdict(abandoned=(v(24),)))
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_what_is_older_than_the_floor_is_given_up(kind: Kind) -> None:
-    assert is_expendable(v(24), kind, HISTORY, verdict(floor=v(25)))
-    assert not is_expendable(v(25), kind, HISTORY, verdict(floor=v(25)))
+@pytest.mark.parametrize(
+    ("version", "kinds", "word", "expendable"),
+    [
+        # Without a word in this attempt only other histories are given up.
+        (v(3), BOTH, None, False),
+        (v(3), BOTH, STALE, False),
+        (Version(21, 1), BOTH, None, True),
+        (Version(21, 1), BOTH, STALE, True),
+        # A snapshot gives way to the one that is named after it; the member of a later one has newer news.
+        (v(24), SNAPSHOT, verdict(copy=v(28)), True),
+        (v(28), SNAPSHOT, verdict(copy=v(28)), False),
+        (v(32), SNAPSHOT, verdict(copy=v(28)), False),
+        (v(24), DELTA, verdict(copy=v(28)), False),
+        # The named one is made even when deltas have carried the floor past it.
+        (v(28), SNAPSHOT, verdict(copy=v(28), floor=v(32)), False),
+        (v(28), SNAPSHOT, verdict(copy=None, floor=v(32)), True),
+        # An abandoned snapshot is given up, and the delta of its step is not.
+        (v(24), SNAPSHOT, verdict(abandoned=(v(24),)), True),
+        (v(24), DELTA, verdict(abandoned=(v(24),)), False),
+        # What is older than the floor is given up.
+        (v(24), BOTH, verdict(floor=v(25)), True),
+        (v(25), BOTH, verdict(floor=v(25)), False),
+    ],
+)
+def test_block_that_is_being_made_is_given_up_when_nobody_will_need_it(
+    version: Version, kinds: tuple[Kind, ...], word: TierVerdict | None, expendable: bool
+) -> None:
+    for kind in kinds:
+        assert is_expendable(version, kind, HISTORY, word) == expendable

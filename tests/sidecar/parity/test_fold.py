@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.stations import Station
+from tests.sidecar.stations import Group, MakeJob, Station
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
@@ -81,9 +80,8 @@ def test_blocks_are_the_code_of_their_members(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("tags", ["right", "wrong", "none"])
 def test_artifact_is_folded_in_whatever_tags_it_was_sealed_with_and_read_by_nobody_if_they_are_right(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tags: str
+    job: Group, monkeypatch: pytest.MonkeyPatch, tags: str
 ) -> None:
-    job = make_job(data=2, parity=1)
     read = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *those: read.append(those) or real(*those))
@@ -104,8 +102,7 @@ def test_holder_needs_a_fraction_of_the_memory_of_copies(make_job: MakeJob) -> N
     assert size <= held < 1.25 * size, "one block, not one copy per member"
 
 
-def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_block_is_not_acknowledged_before_all_members_are_in(job: Group) -> None:
     first, second = job.members
     job.save_rank(0, V, 5_000_000)
     job.name(V)
@@ -117,8 +114,7 @@ def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) 
     until(lambda: V in first.copied(0) and V in second.copied(1), "both are protected")
 
 
-def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(job: Group) -> None:
     size = 1 << 38
     digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
     said = job.holders[0].holder.offer(claim(job, 0), Ask("fold", 0, V, 2, digests))
@@ -130,8 +126,7 @@ def claim(job: Group, worker: int) -> CallerClaim:
     return CallerClaim("uid", worker, job.attempt, "")
 
 
-def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(job: Group) -> None:
     saved = job.save(V, 3 * CHUNK)
     one, other, holder = *job.members, job.holders[0]
     seal, second = sealed(one), sealed(other)
@@ -154,8 +149,7 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
     assert block_of(holder, Share(0, (0, 1))) == expected(saved, (0, 1), 0)
 
 
-def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_chunk_that_arrives_damaged_is_not_folded(job: Group) -> None:
     saved = job.save(V, CHUNK)
     seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
@@ -168,8 +162,7 @@ def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
 
 
-def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_larger_member_makes_the_block_anew(job: Group) -> None:
     saved = {0: job.save_rank(0, V, 1_000_000)}
     job.name(V)
     until(lambda: job.holders[0].holder.status(claim(job, 0)).folded, "the small one is in")
@@ -179,8 +172,7 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
     until(lambda: V in job.members[0].copied(0), "the first knows")
 
 
-def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_attempt_that_is_over_is_refused(job: Group) -> None:
     saved = job.save(V, 2 * CHUNK)
     seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
@@ -194,8 +186,7 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert job.holders[0].state.counters.refused_stale >= 2
 
 
-def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_folding_goes_on_in_the_next_attempt(job: Group) -> None:
     saved = job.save(V, 2 * CHUNK)
     seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
@@ -209,8 +200,7 @@ def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
 
 
-def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_stranger_to_the_group_is_refused(job: Group) -> None:
     job.save(V, 1_000)
     seal = sealed(job.members[1])
     said = offer(talk(job.members[0], job.holders[0]), seal)
@@ -219,8 +209,7 @@ def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
     assert (said.state, said.message) == ("refused", "this worker keeps no parity for worker 1")
 
 
-def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_overtaken_block_makes_room_for_the_next(job: Group) -> None:
     for step in (10, 20, 30, 40):
         job.save_rank(0, Version(step, 1), 1_000_000)
         job.name(Version(step, 1))
@@ -237,8 +226,7 @@ def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
     )
 
 
-def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(job: Group) -> None:
     job.save(Version(9, 1), 300_000, kind=Kind.SNAPSHOT)
     for step in (10, 11, 12):
         job.save(Version(step, 1), 100_000, 30_000, kind=Kind.DELTA)
@@ -247,8 +235,7 @@ def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make
     until(lambda: job.members[0].copied(0, Kind.DELTA) == steps, "all deltas are protected")
 
 
-def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(job: Group) -> None:
     job.protect(V, 1_000_000)
     job.lose(2)
     job.save(Version(20, 1), 1_000_000)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.sidecar.journeys.strikes import Strikes
-from tests.sidecar.parity.group import Group, MakeJob
+from tests.sidecar.stations import Group, MakeJob
 from tests.sidecar.world import MakeWorld, World, content, layout, until
 from tiercheck import supervised
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
@@ -27,8 +27,7 @@ def problems(job: Group, worker: int) -> list[str]:
     return [each.message for each in job.stations[worker].state.problems if each.reason == "PeerUnreachable"]
 
 
-def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(job: Group) -> None:
     job.stations[2].stop()
     job.save(V, 100_000)
     job.name(V)
@@ -41,14 +40,9 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_jo
     until(lambda: not problems(job, 0), "the member takes it back")
 
 
-def test_last_word_of_a_holder_is_the_one_that_stays(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots and deltas are told of by two threads."""
-    job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "linked")
+    job.protect(V, 100_000)
     state, (link,) = job.stations[0].state, job.stations[0].sender._links
     real, held, go_on = state.problem, threading.Event(), threading.Event()
 
@@ -71,9 +65,8 @@ def test_last_word_of_a_holder_is_the_one_that_stays(
     assert problems(job, 0) == []
 
 
-def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:
+def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(job: Group) -> None:
     """Or its last word, that it has everything, would be asked for again and again."""
-    job = make_job(data=2, parity=1)
     job.protect(V, 100_000)
     job.lose(2)
     job.stations[2].follow(job.directive(2))
@@ -102,8 +95,7 @@ def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     assert state.counters.replicated == 2
 
 
-def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(job: Group) -> None:
     member = job.stations[0]
     job.save_rank(0, V, 1_000_000)
     job.spoil(0, V, 500_000)
@@ -113,8 +105,7 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     assert member.vault.find(Artifact(0, V)) is None
 
 
-def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_deltas_and_snapshots_share_the_workers_bandwidth(job: Group) -> None:
     taken: list[int] = []
     for station in job.members:
         plain = station.sender.bucket.take
@@ -131,14 +122,10 @@ def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_onc
 ) -> None:
     strikes = Strikes(monkeypatch)
     job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "protected")
+    job.protect(V, 100_000)
     until(lambda: not strikes.spared(), "all fail")
     assert set(strikes.begun.values()) >= {"parity-2-status", "parity-2-snapshots", "parity-2-deltas"}
-    job.save(Version(11, 1), 100_000)
-    job.name(Version(11, 1))
-    until(lambda: Version(11, 1) in job.stations[0].copied(0), "protected after that")
+    job.protect(Version(11, 1), 100_000)
 
 
 def test_lanes_that_got_no_thread_at_first_are_begun_later(
@@ -155,9 +142,7 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     job = make_job(data=2, parity=1)
-    job.save(V, 100_000)
-    job.name(V)
-    until(lambda: V in job.stations[0].copied(0), "protected")
+    job.protect(V, 100_000)
     assert len(refused) == 3
 
 
@@ -207,8 +192,7 @@ def body(path: str, size: int) -> bytes:
 def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(make_world: MakeWorld) -> None:
     world = make_world(ParityWorld, workers=4, procs=2, groups=(((0, 1), (2,)), ((2, 3), (0,)))).launch()
     world.train(6, 4, SIZE, DELTA)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(6, 1), world.from_parity(0))
     for rank in world.restored(0).restore.ranks:
         assert (rank.tier, rank.worker, rank.rebuilt, rank.deltas) == (Tier.PEER, None, True, 2), rank
@@ -228,8 +212,7 @@ def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(m
 def test_both_members_of_a_group_come_back_from_two_blocks(make_world: MakeWorld) -> None:
     world = make_world(ParityWorld, workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1)))).launch()
     world.train(5, 4, SIZE, DELTA)
-    world.lose(0, 1)
-    world.start(0, 1)
+    world.renew(0, 1)
     world.begin(Version(5, 1), world.from_parity(0) | world.from_parity(1))
     for worker in (0, 1):
         (rank,) = world.restored(worker).restore.ranks
@@ -273,7 +256,6 @@ def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(make_wo
 
     until(moved, "the blocks at the new holders")
     world.reach("peer", version)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(version, world.from_parity(0) | {rank: (Source(Tier.LOCAL),) for rank in (1, 2, 3)})
     assert world.restored(0).restore.ranks[0].rebuilt

@@ -9,13 +9,10 @@ import dataclasses
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 
-from tests.sidecar.parity.group import Group, MakeJob
-from tests.sidecar.rehearsal.test_rehearsal import NoRemote
-from tests.sidecar.stations import Station
+from tests.sidecar.stations import Group, MakeJob, Station
 from tests.sidecar.world import flip, until
 from tiercheck.protocol.directive import (
     Directive,
@@ -29,14 +26,13 @@ from tiercheck.protocol.directive import (
 )
 from tiercheck.protocol.report import Quarantined, Watermarks
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.artifact_source import BoundedCall, SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity.parts import obtainable
+from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
-from tiercheck_sidecar.restore.sources import Lender, RestoreSources
 
 V = Version(10, 1)
 SIZES = (9_000_000, 5_500_001, 12_345_678)
@@ -90,7 +86,7 @@ def test_bad_block_is_noticed_and_another_is_used(make_job: MakeJob) -> None:
     flip(job.holders[0].block_path(block.share, V), 5_000_000)
     job.lose(1, back_to=V)
     bad: list[Quarantined] = []
-    assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
+    assert job.stations[1].rebuild(1, V, job.group, bad=bad) == saved[1]
     assert [(each.worker, each.version) for each in bad] == [(3, V)]
     assert not job.holders[0].blocks(), "its holder has looked, and keeps it no longer"
     assert job.holders[0].state.quarantined[0].worker == 3
@@ -102,7 +98,7 @@ def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJ
     job.spoil(2, V, 4_500_000)
     job.lose(1, back_to=V)
     bad: list[Quarantined] = []
-    assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
+    assert job.stations[1].rebuild(1, V, job.group, bad=bad) == saved[1]
     assert [(each.rank, each.worker) for each in bad] == [(2, 2)]
 
 
@@ -128,14 +124,12 @@ def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
         job.stations[0].rebuild(0, V, job.group)
 
 
-def test_no_block_at_all_is_a_sentence(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_no_block_at_all_is_a_sentence(job: Group) -> None:
     with pytest.raises(SourceFailed, match="no parity block"):
         job.stations[0].rebuild(0, V, job.group)
 
 
-def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(job: Group) -> None:
     job.protect(V, 1_000_000)
     holder = job.holders[0]
     (block,) = holder.blocks()
@@ -146,7 +140,7 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
     job.lose(0, back_to=V)
     bad: list[Quarantined] = []
     with pytest.raises(SourceCorrupt, match="does not fit to the members"):
-        job.stations[0].rebuild(0, V, job.group, on_bad=bad.append)
+        job.stations[0].rebuild(0, V, job.group, bad=bad)
     assert [(each.rank, each.worker) for each in bad] == [(0, 2)]
 
 
@@ -175,8 +169,7 @@ def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_jo
     assert headers[4] < headers[3], "what had been rebuilt before was not rebuilt again"
 
 
-def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_connection_refused_for_once_costs_no_source(job: Group) -> None:
     saved = job.protect(V, 20_000_000)
     job.lose(1, back_to=V)
     dials: Counter[Peer] = Counter()
@@ -197,7 +190,7 @@ def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
 
 def ask(job: Group, rank: int) -> dict[Artifact, int]:
     station = job.stations[rank // job.procs]
-    return obtainable(job.group, rank, job.procs, station.connect)
+    return ParitySource(job.group, job.procs, station.connect).list(rank, V, BoundedCall())
 
 
 def test_what_survivors_and_blocks_suffice_for_is_obtainable_with_its_size(make_job: MakeJob) -> None:
@@ -224,8 +217,7 @@ def test_two_blocks_make_up_for_two_members(make_job: MakeJob) -> None:
     assert ask(job, 0) == {Artifact(0, V): len(saved[0])}
 
 
-def test_silence_is_not_taken_for_nothing(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_silence_is_not_taken_for_nothing(job: Group) -> None:
     for worker in (1, 2):
         job.stations[worker].stop()
     with pytest.raises(SourceFailed, match="worker 2"):
@@ -241,13 +233,11 @@ def rehearsed(job: Group) -> SidecarState:
     me.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
     with me.state.lock:
         me.state.verdict = TierVerdict(1, Watermarks(local=V, peer=V))
-    reach = RestoreSources(me.state, me.vault, me.identity, 8471, NoRemote())
-    Rehearser(me.state, me.vault, reach, wait=lambda until, seconds: until()).look()
+    Rehearser(me.state, me.vault, me.sidecar.reach, wait=lambda until, seconds: until()).look()
     return me.state
 
 
-def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
-    job = make_job(data=2, parity=1)
+def test_what_parity_would_give_back_is_proved(job: Group) -> None:
     job.protect(V, 50_000)
     used = [station.vault.used() for station in job.stations]
     state = rehearsed(job)
@@ -257,9 +247,8 @@ def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
 
 
 def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_what_it_has(
-    make_job: MakeJob,
+    job: Group,
 ) -> None:
-    job = make_job(data=2, parity=1)
     job.protect(V, 50_000)
     with job.stations[1].vault.pin(Artifact(1, V)) as slot:
         flip(slot.path, 30_000)
@@ -277,20 +266,6 @@ def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_wha
 MIB = 1 << 20
 LENT_SIZES = (9 * MIB, 5 * MIB + 1, 12 * MIB + 345)
 NOBODY = Peer(-1, "")
-
-
-class NothingRemote:
-    def digests(self, artifact: Artifact) -> None:
-        raise SourceFailed("the job has no remote tier")
-
-
-def lender_of(station: Station) -> Lender:
-    return Lender(
-        station.vault,
-        station.state.config.vault_dir / "lent",
-        station.connect,
-        cast(Any, NothingRemote()),
-    )
 
 
 def directive(job: Group, rank: int, group: ParityGroup) -> Directive:
@@ -321,7 +296,7 @@ def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> 
     job = make_job(data=3, parity=1)
     content = job.protect(V, *LENT_SIZES)[2]
     job.lose(2, back_to=V)
-    lender, word = lender_of(job.stations[0]), directive(job, 2, without(job, 2, ranks=(0, 1, 2)))
+    lender, word = job.stations[0].sidecar.reach.lender(), directive(job, 2, without(job, 2, ranks=(0, 1, 2)))
     path = lender.lend(word, Artifact(2, V), ())
     assert path.read_bytes()[:4096] == content[:4096]
     assert path.stat().st_blocks * 512 <= 4 * MIB
@@ -337,7 +312,7 @@ def test_each_local_rank_of_two_lost_workers(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2, procs=2)
     saved = job.protect(V, *LENT_SIZES)
     job.lose(0, 2, back_to=V)
-    lender = lender_of(job.stations[4])
+    lender = job.stations[4].sidecar.reach.lender()
     for rank, ranks in ((0, (0, 2, 4)), (1, (1, 3, 5)), (4, (0, 2, 4)), (5, (1, 3, 5))):
         word = directive(job, rank, without(job, 0, 2, ranks=ranks))
         assert lender.lend(word, Artifact(rank, V), [(0, len(saved[rank]))]).read_bytes() == saved[rank]
@@ -349,7 +324,7 @@ def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: Mak
     saved = job.protect(V, *LENT_SIZES)
     job.spoil(2, V, 4_500_000)
     job.lose(1, back_to=V)
-    lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, ranks=(0, 1, 2)))
+    lender, word = job.stations[0].sidecar.reach.lender(), directive(job, 1, without(job, 1, ranks=(0, 1, 2)))
     assert lender.lend(word, Artifact(1, V), [(0, len(saved[1]))]).read_bytes() == saved[1]
     assert not job.stations[2].vault.held(), "who had it has looked, and keeps it no longer"
     lender.close()
@@ -359,7 +334,10 @@ def test_too_little_is_left_and_everything_that_is_missing_is_named(make_job: Ma
     job = make_job(data=3, parity=1)
     job.protect(V, *LENT_SIZES)
     job.lose(1, 2, back_to=V)
-    lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, 2, ranks=(0, 1, 2)))
+    lender, word = (
+        job.stations[0].sidecar.reach.lender(),
+        directive(job, 1, without(job, 1, 2, ranks=(0, 1, 2))),
+    )
     with pytest.raises(SourceFailed, match=r"parity: .*; the remote tier: the job has no remote tier"):
         lender.lend(word, Artifact(1, V), ())
     with pytest.raises(SourceFailed, match="parity block 0 at worker 0"):

@@ -14,36 +14,15 @@ from tests.sidecar.stations import MakeStations, Station, Stations
 from tests.sidecar.world import MakeWorld, World, flip, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Artifact, Digests, Kind, Version
-from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
-from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal, Vault
 
 CHUNK = 64 * 1024
 """Bytes per digest in these tests, so that small artifacts have several."""
 SIZE = 3 * CHUNK + 5000
-
-
-class NoRemote:
-    """A job without a remote tier."""
-
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
-        raise SourceFailed("the job has no remote tier")
-
-    def digests(self, artifact: Artifact) -> Digests:
-        raise AssertionError
-
-    def fetch(self, rank: int, version: Version, heard: object) -> Seal:
-        raise AssertionError
-
-    def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
-        raise AssertionError
-
-    def fetch_chunks(self, artifact: Artifact, indices: object, into: memoryview, heard: object) -> None:
-        raise AssertionError
 
 
 class Stage:
@@ -57,9 +36,8 @@ class Stage:
         self.happenings: list[Callable[[], object]] = []
         self.waits = 0
         self.now = 0.0
-        reach = RestoreSources(self.me.state, self.me.vault, self.me.identity, job.port, NoRemote())
         self.rehearser = Rehearser(
-            self.me.state, self.me.vault, reach, wait=self._wait, clock=lambda: self.now
+            self.me.state, self.me.vault, self.me.sidecar.reach, wait=self._wait, clock=lambda: self.now
         )
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> bool:
@@ -307,16 +285,16 @@ def test_versions_that_are_freed_before_they_can_be_read_are_no_failure_and_not_
     stage = Stage(stations(workers=1))
     stage.save(stage.version, 1000)
     asked: list[Version] = []
-    find = stage.me.vault.find
+    pin = stage.me.vault.pin
 
-    def overtaken(artifact: Artifact, *arguments: object) -> None:
+    def overtaken(artifact: Artifact, *arguments: object) -> object:
         """Each is freed when it is asked for, and its successor is complete."""
         asked.append(artifact.version)
-        seal = find(artifact, *arguments)  # type: ignore[arg-type]
-        stage.me.vault.evict(lambda each: each == seal)
+        stage.me.vault.evict(lambda each: each.artifact == artifact)
         stage.save(Version(artifact.version.step + 1, artifact.version.attempt), 1000)
+        return pin(artifact, *arguments)  # type: ignore[arg-type]
 
-    stage.me.vault.find = overtaken  # type: ignore[method-assign, assignment]
+    stage.me.vault.pin = overtaken  # type: ignore[method-assign, assignment]
     stage.rehearser.look()
     tried = len(asked)
     assert tried > 2

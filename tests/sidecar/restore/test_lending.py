@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -16,11 +17,10 @@ from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
 from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.version import Artifact, Digests, Kind, Version
-from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, OpenArtifact, SourceFailed
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.offload import JobStore, RemoteSource
 from tiercheck_sidecar.restore.sources import Lender
-from tiercheck_sidecar.vault import MemoryTooSmall
+from tiercheck_sidecar.vault import MemoryTooSmall, Seal
 
 
 @pytest.fixture
@@ -31,17 +31,10 @@ def job(stations: MakeStations) -> Stations:
 
 @pytest.fixture
 def lender(job: Stations) -> Iterator[Lender]:
-    station = job[3]
-    remote = RemoteSource(station.state, station.vault, JobStore(station.state.config))
-    made = Lender(
-        station.vault,
-        station.state.config.vault_dir / "lent",
-        lambda peer: station.connect(peer.worker),
-        remote,
-    )
+    made = job[3].sidecar.reach.lender()
     yield made
     made.close()
-    assert not list((station.state.config.vault_dir / "lent").glob("*"))
+    assert not list((job[3].state.config.vault_dir / "lent").glob("*"))
 
 
 def directive(job: Stations, *workers: int) -> Directive:
@@ -182,16 +175,18 @@ class Bucket:
     def __init__(self, body: bytes, digests: Digests) -> None:
         self.body, self.described = body, digests
 
-    def digests(self, artifact: Artifact) -> Digests:
-        return self.described
+    @contextlib.contextmanager
+    def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
+        def read(indices: Sequence[int], sink: ArtifactSink) -> None:
+            chunk = self.described.chunk
+            for index in indices:
+                sink.room(self.described, index)[:] = self.body[index * chunk : (index + 1) * chunk]
 
-    def fetch_chunks(
-        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object
-    ) -> None:
-        chunk = self.described.chunk
-        for index in indices:
-            part = self.body[index * chunk : (index + 1) * chunk]
-            into[index * chunk : index * chunk + len(part)] = part
+        seal = Seal(artifact.rank, artifact.version, 2, Tier.LOCAL, self.described, artifact.kind)
+        yield OpenArtifact(seal, read)
+
+    def close(self) -> None:
+        pass
 
 
 def described(body: bytes) -> Digests:
@@ -219,15 +214,14 @@ TOO_LONG = struct.pack("<Q", 1 << 20) + bytes(8192)
 def test_artifact_that_is_none_is_refused_and_not_read_for_ever(
     job: Stations, body: bytes, digests: Digests, reason: str
 ) -> None:
-    vault, folder = job[3].vault, job[3].state.config.vault_dir / "lent"
-    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, digests))
+    lender = job[3].reach(Bucket(body, digests)).lender()
     with pytest.raises(SourceFailed, match=reason):
         lender.lend(directive(job), Artifact(0, Version(5, 1)), ())
     lender.close()
 
 
 def test_artifact_of_the_remote_tier_is_lent(job: Stations) -> None:
-    vault, folder, body = job[3].vault, job[3].state.config.vault_dir / "lent", slot_of(0)
-    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, described(body)))
+    body = slot_of(0)
+    lender = job[3].reach(Bucket(body, described(body))).lender()
     assert lender.lend(directive(job), Artifact(0, Version(5, 1)), [(0, len(body))]).read_bytes() == body
     lender.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.sidecar.world import FakeRank, MakeWorld, World, flip, layout, until
 from tiercheck.protocol.artifacts.slot import read_header
-from tiercheck.protocol.directive import DeltaMode, ParityGroup, Peer, Phase, Source, Tier
+from tiercheck.protocol.directive import DeltaMode, ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import RankRestore
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, SourceOffer, plan
@@ -62,8 +62,7 @@ def chain(last: int) -> list[tuple[Kind, int]]:
 def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
     world.train(6)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(6, 1), {0: (world.from_peer(1),)})
     back = restored(world)
     assert (back.tier, back.worker, back.deltas, back.failures) == (Tier.PEER, 1, 5, ())
@@ -118,8 +117,7 @@ def test_bad_copy_of_a_holder_is_named_and_the_chain_begins_in_the_remote_tier(m
     world.train(5)
     world.reach("remote", Version(1, 1))
     flip(slots(world, 1, "copy-0")[1], 150_000)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(5, 1), {0: (world.from_peer(1), REMOTE)})
     back = restored(world)
     assert (back.tier, back.worker, back.deltas) == (Tier.REMOTE, None, 4)
@@ -136,11 +134,8 @@ def test_delta_that_can_be_had_nowhere_is_named(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
     world.train(5)
     flip(slots(world, 1, "copy-delta-0")[3], 8000)
-    world.lose(0)
-    world.start(0)
-    world.new_attempt(Version(5, 1))
-    world.direct(Phase.HOLD, {0: (world.from_peer(1),)})
-    until(lambda: world.report(0).restore.state.value == "Failed", "it gives up")
+    world.renew(0)
+    world.restore_in_vain(Version(5, 1), {0: (world.from_peer(1),)})
     back = restored(world)
     assert back.tier is None
     assert (
@@ -159,8 +154,7 @@ def test_restore_makes_room_by_forgetting_what_the_history_cut_off_first(make_wo
             for rank in ranks:
                 until(lambda rank=rank, step=step: rank.save(step), f"a slot for step {step}")
             world.reach("peer", Version(step, 1), 1)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.begin(Version(30, 1), {0: (world.from_peer(1),)})
     assert restored(world).tier is Tier.PEER
     world.begin(Version(30, 1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
-from tiercheck.protocol.version import Artifact, Digests, Version
-from tiercheck_sidecar import bounded_calls
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar import artifact_source
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, OpenArtifact
 from tiercheck_sidecar.control.report import _essence
 from tiercheck_sidecar.exchange import session
 from tiercheck_sidecar.model.state import SidecarState
@@ -40,18 +42,21 @@ class DeadMount:
             self.entered.set()
             assert self.back.wait(60)
 
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
-        self._wait("listed")
+    def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
+        self._wait("list")
         return {Artifact(rank, version): 100_000}
 
-    def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> None:
-        self._wait("fetch")
-        heard(1)
+    @contextlib.contextmanager
+    def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
+        self._wait("open")
+        call.arrived(1)
+        yield OpenArtifact(self.seal, self._read)
+
+    def _read(self, indices: Sequence[int], sink: ArtifactSink) -> None:
         raise AssertionError("what comes too late is nobody's any more")
 
-    def digests(self, artifact: Artifact) -> Digests:
-        self._wait("digests")
-        raise AssertionError("what comes too late is nobody's any more")
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def hours_pass(
             now[0] += 60.0
         return now[0]
 
-    monkeypatch.setattr(bounded_calls, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(artifact_source, "_LOOK_EVERY", 0.01)
     reach._calls._clock = clock
 
 
@@ -103,11 +108,7 @@ def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *source
         ).run()
 
 
-def reach_of(job: Stations, remote: object) -> RestoreSources:
-    return RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, remote)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("hangs_at", ["listed", "fetch"])
+@pytest.mark.parametrize("hangs_at", ["list", "open"])
 def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
     stations: MakeStations,
     dead_mount: Callable[[str], DeadMount],
@@ -116,7 +117,7 @@ def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
 ) -> None:
     job, mount = stations(workers=3), dead_mount(hangs_at)
     seal, artifact, content = copied(job, 100_000)
-    state, reach = job[0].state, reach_of(job, mount)
+    state, reach = job[0].state, job[0].reach(mount)
     hours_pass(reach, state, "the remote tier", mount.entered, monkeypatch)
     found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
     assert (found.tier, found.worker) == (Tier.PEER, 1)
@@ -143,22 +144,23 @@ def test_slot_that_a_dead_mount_may_still_write_to_is_never_used_again(
     seal, artifact, content = copied(job, 100_000)
     vault, back, late = job[0].vault, threading.Event(), list[BaseException]()
 
-    class Drafting(DeadMount):
-        def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> None:
-            draft = vault.draft(replace(seal, tier=Tier.LOCAL))
-            self.entered.set()
-            try:
-                assert back.wait(60)
-                draft.view[:] = bytes(len(draft.view))
-                heard(1)
-            except BaseException as error:
-                late.append(error)
-                raise
-            finally:
-                draft.release()
+    class Late(DeadMount):
+        @contextlib.contextmanager
+        def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
+            def read(indices: Sequence[int], sink: ArtifactSink) -> None:
+                self.entered.set()
+                try:
+                    assert back.wait(60)
+                    sink.view[:] = bytes(len(sink.view))
+                    call.arrived(1)
+                except BaseException as error:
+                    late.append(error)
+                    raise
 
-    mount = Drafting("")
-    reach = reach_of(job, mount)
+            yield OpenArtifact(seal, read)
+
+    mount = Late("")
+    reach = job[0].reach(mount)
     hours_pass(reach, job[0].state, "the remote tier", mount.entered, monkeypatch)
     used = vault.used()
     found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
@@ -192,7 +194,7 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
 
     monkeypatch.setattr("tiercheck_sidecar.restore.restore._at_once", one_by_one)
     places = [Source(Tier.PEER, job.peer(worker)) for worker in (1, 2)]
-    reach = reach_of(job, object())
+    reach = job[0].sidecar.reach
     hours_pass(reach, job[0].state, "worker 1", mute_now, monkeypatch)
     found = bring_back(job, reach, artifact, *places)
     asleep.set()
@@ -205,7 +207,7 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
 def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     stations: MakeStations, dead_mount: Callable[[str], DeadMount]
 ) -> None:
-    job, mount = stations(workers=4), dead_mount("digests")
+    job, mount = stations(workers=4), dead_mount("open")
     station = job[3]
     wanted = replace(lending_directive(job), attempt=2, phase=Phase.HOLD, revision="2")
     wanted = replace(
@@ -214,8 +216,7 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     table = SourceTable.of({3: (Source(Tier.REMOTE),)}, range(4))
     wanted = replace(wanted, restore=Restore(Version(5, 1), table, world_size=4))
     station.accept(wanted)
-    reach = RestoreSources(station.state, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
-    Restorer(station.state, station.vault, reach).carry_out(wanted)
+    Restorer(station.state, station.vault, station.reach(mount)).carry_out(wanted)
     report = station.state.restore
     assert (report.state, report.stalled) == (RestoreState.FAILED, ("the remote tier",))
     assert "the remote tier: nothing came from it for " in report.ranks[0].failures[0]
@@ -239,8 +240,7 @@ def test_worker_goes_on_to_its_peer_and_says_what_hangs(
         world.reach("remote", Version(1, 1))
         world.reach("peer", Version(1, 1))
     path = hang_store(world, monkeypatch)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.policy = replace(world.policy, restore_stall=4.0)
     world.new_attempt(Version(1, 1))
     world.direct(Phase.HOLD, {0: (REMOTE, world.from_peer(1))})
@@ -260,8 +260,7 @@ def restore_from_hung_store(world: World, seconds: float, monkeypatch: pytest.Mo
         assert rank.save(1)
         world.reach("remote", Version(1, 1))
     hang_store(world, monkeypatch)
-    world.lose(0)
-    world.start(0)
+    world.renew(0)
     world.policy = replace(world.policy, restore_stall=seconds)
     world.new_attempt(Version(1, 1))
     world.direct(Phase.HOLD, {0: (REMOTE,)})

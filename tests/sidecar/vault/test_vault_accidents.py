@@ -26,7 +26,6 @@ from tiercheck_sidecar.node_memory import OWNER, FolderClaim, FolderOwner
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
 from tiercheck_sidecar.vault.slots import SlotState
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 LIMIT = 4 << 20
 SIZE = 100_000
@@ -188,12 +187,12 @@ def test_own_artifact_that_cannot_be_read_for_now_is_not_given_up_as_a_rotten_on
 
     with monkeypatch.context() as short:
         short.setattr(own, "fault", unreadable)
-        assert "too many open files" in evict_if_bad(state, own, seal.artifact, Tier.LOCAL)
+        assert "too many open files" in own.evict_if_bad(state, seal.artifact, Tier.LOCAL)
     assert own.find(seal.artifact) == seal
     with path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"!")
-    assert "does not match" in evict_if_bad(state, own, seal.artifact, Tier.LOCAL)
+    assert "does not match" in own.evict_if_bad(state, seal.artifact, Tier.LOCAL)
     assert own.find(seal.artifact) is None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from tests.sidecar.world import until
-from tiercheck_sidecar import bounded_calls
-from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, LeftBehind, Stalled
+from tiercheck_sidecar import artifact_source
+from tiercheck_sidecar.artifact_source import BoundedCall, BoundedCalls, LeftBehind, Stalled
 from tiercheck_sidecar.exchange.frames import Say, Wire, WireBroken
 from tiercheck_sidecar.model.watches import ProgressMeter
 
@@ -94,7 +94,7 @@ def test_place_where_a_call_hangs_is_tried_again_ever_more_seldom() -> None:
 
 def test_as_long_as_bytes_come_it_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look takes four seconds, and ten without a byte are too many; a byte comes between any two."""
-    monkeypatch.setattr(bounded_calls, "_LOOK_EVERY", 0.001)
+    monkeypatch.setattr(artifact_source, "_LOOK_EVERY", 0.001)
     looked, brought, now = threading.Semaphore(0), threading.Semaphore(0), [0.0]
 
     def clock() -> float:

@@ -1,0 +1,283 @@
+"""Reads artifacts from places that may fail or never answer, such as a mount whose server is gone.
+
+A restore, a rank on another mesh and a rehearsal read by the same verbs, whatever the place: own memory, a
+peer, parity or the remote tier. All of them fail by the same errors.
+
+Each call to a place has a thread of its own, and is left behind when nothing comes. No thread can be ended
+from outside, and one that waits for a dead file server not even by SIGKILL. What is left behind is told with
+its next byte that nobody wants it any more, and gives back what it holds. Until then its place is called
+again only now and then, ever more seldom: one that hangs costs a thread for each call that was under way, and
+few more.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from tiercheck.plain_files import open_plain
+from tiercheck.protocol.directive import RESTORE_STALL
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.version import Artifact, Digests, Version
+from tiercheck.supervised import begin
+from tiercheck_sidecar.digest import chunk_view, length_of
+from tiercheck_sidecar.vault import Seal, Vault
+
+
+class SourceFailed(Exception):
+    """A source could not give the artifact; the message is a sentence. `bad`: copies that proved bad."""
+
+    def __init__(self, message: str, bad: Sequence[Quarantined] = ()) -> None:
+        super().__init__(message)
+        self.bad = tuple(bad)
+
+
+class SourceGone(SourceFailed):
+    """It has no such artifact, or not any more."""
+
+
+class SourceCorrupt(SourceFailed):
+    """It gave bytes that do not match their digests: it must not be asked again."""
+
+
+class TriedInVain(SourceFailed):
+    """None of several sources could give it; each of `reasons` names one."""
+
+    def __init__(self, reasons: Sequence[str], bad: Sequence[Quarantined] = ()) -> None:
+        super().__init__("; ".join(reasons) or "no source is known", bad)
+        self.reasons = tuple(reasons)
+
+
+class ArtifactSink:
+    """Takes an artifact's chunks at their places in `view`, all of its bytes, which are those of the open
+    `file`."""
+
+    def __init__(self, view: memoryview, file: int) -> None:
+        self.view, self._file = view, file
+
+    def room(self, digests: Digests, index: int) -> memoryview:
+        """Returns where chunk `index` is received."""
+        return chunk_view(self.view, digests, index)
+
+    def put(self, digests: Digests, index: int, chunk: memoryview) -> None:
+        """Writes a verified chunk that lies elsewhere: that costs less than touching a fresh mapping page by
+        page. Raises OSError."""
+        offset = index * digests.chunk
+        while chunk:
+            written = os.pwrite(self._file, chunk, offset)
+            offset, chunk = offset + written, chunk[written:]
+
+
+class ChunkBuffer(ArtifactSink):
+    """Takes one chunk at a time, each in the place of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__(memoryview(b""), -1)
+
+    def room(self, digests: Digests, index: int) -> memoryview:
+        length = length_of(digests, index)
+        if len(self.view) < length:
+            self.view = memoryview(bytearray(length))
+        return self.view[:length]
+
+    def put(self, digests: Digests, index: int, chunk: memoryview) -> None:
+        self.room(digests, index)[:] = chunk
+
+
+@dataclass(frozen=True)
+class OpenArtifact:
+    """An artifact that can be read, chunk by chunk. Used by one thread."""
+
+    seal: Seal
+    """What a slot of an own rank that is filled from it holds."""
+    read: Callable[[Sequence[int], ArtifactSink], None]
+    """Brings these chunks, each verified. Raises SourceFailed (SourceGone, SourceCorrupt), OSError."""
+    bad: Sequence[Quarantined] = ()
+    """Parts of it that have proved bad so far; others took their places."""
+
+
+class ArtifactSource(ABC):
+    """A place that artifacts are read from. Every verb raises SourceFailed (SourceGone, SourceCorrupt),
+    OSError."""
+
+    @abstractmethod
+    def list(self, rank: int, version: Version, call: BoundedCall) -> Mapping[Artifact, int]:
+        """Returns what of `rank` a restore of `version` could read there, with bytes."""
+
+    @abstractmethod
+    def open(self, artifact: Artifact, call: BoundedCall) -> AbstractContextManager[OpenArtifact]:
+        """Holds the artifact there as long as it is open."""
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing while nothing is open)
+        """Lets go of what is held between two artifacts."""
+
+
+def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: BoundedCall) -> OpenArtifact:
+    """Brings all of an artifact into an own slot and seals it. Raises SourceFailed, NoFreeSlot, NotASlot,
+    OSError; then no slot is taken."""
+    with place.open(artifact, call) as found:
+        draft = vault.draft(found.seal)
+        try:
+            with open(open_plain(draft.path, write=True), "r+b") as file:
+                sink = ArtifactSink(draft.view, file.fileno())
+                found.read(range(len(found.seal.digests.values)), sink)
+            draft.keep()
+        finally:
+            draft.release()
+        return found
+
+
+class Connection(Protocol):
+    """What a call may own."""
+
+    heard: Callable[[int], None]
+
+    def cut(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Connection)
+T = TypeVar("T")
+
+_LOOK_EVERY = 1.0
+_AGAIN = 300.0
+"""Seconds, for each call that was left behind, until its place is tried by one call more: what hangs may be
+one file of many."""
+_LONGEST_LOOK = 5.0
+"""Seconds that one look counts for at most: after a longer one it was we who were stopped."""
+
+
+class Stalled(SourceFailed):
+    """Nothing came from the place for too long."""
+
+
+class LeftBehind(BaseException):
+    """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of
+    the place."""
+
+
+class BoundedCall:
+    """One of them, as its own thread knows it. Thread-safe."""
+
+    def __init__(self, heard: Callable[[int], None] = lambda count: None) -> None:
+        """`heard` is told of the bytes that come, as long as somebody waits for them."""
+        self._heard = heard
+        self._lock = threading.Lock()
+        self._wires: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self.left = self.over = False
+
+    def arrived(self, count: int) -> None:
+        """So many bytes came; 0: it goes on. Raises LeftBehind."""
+        if self.left:
+            raise LeftBehind
+        if count:
+            self._heard(count)
+
+    def own(self, wire: C) -> C:
+        """A connection that is used for this call alone, and ends with it. Raises LeftBehind."""
+        with self._lock:
+            self._wires.add(wire)
+            wire.heard = self.arrived
+        if self.left:
+            wire.close()
+            raise LeftBehind
+        return wire
+
+    def leave(self) -> None:
+        self.left = True
+        with self._lock:
+            wires = list(self._wires)
+        for wire in wires:
+            wire.cut()
+
+
+class BoundedCalls:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        seconds: Callable[[], float] = lambda: RESTORE_STALL,
+        changed: Callable[[Mapping[str, int]], None] = lambda left: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`seconds` without a byte from its place, and a call is left behind. `changed` hears how many are,
+        by place."""
+        self._seconds, self._changed, self._clock = seconds, changed, clock
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._bytes: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+        self._tried: dict[str, float] = {}
+        """When each place was last called that calls were left behind at."""
+
+    def make(
+        self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
+    ) -> T:
+        """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no
+        thread."""
+        with self._lock:
+            if self._left[place]:
+                if self._clock() - self._tried[place] < _AGAIN * self._left[place]:
+                    raise Stalled("an earlier call to it has not come back")
+                self._tried[place] = self._clock()
+        future = Future[T]()
+
+        def count(more: int) -> None:
+            with self._lock:
+                self._bytes[place] += more
+            heard(more)
+
+        call = BoundedCall(count)
+
+        def run() -> None:
+            try:
+                future.set_result(body(call))
+            except BaseException as error:  # whoever waits gets it
+                future.set_exception(error)
+            self._end(place, call)
+
+        begin(f"call-{place}", run)
+        quiet, seconds, known = 0.0, self._seconds(), self._bytes[place]
+        while not future.done():
+            before = self._clock()
+            wait([future], min(_LOOK_EVERY, max(0.0, seconds - quiet)))
+            # Whatever came from the place counts: calls wait for each other there.
+            came, looked = self._bytes[place], min(_LONGEST_LOOK, self._clock() - before)
+            quiet, known = 0.0 if came != known else quiet + looked, came
+            if quiet >= seconds and self._leave(place, call):
+                raise Stalled(f"nothing came from it for {quiet:.0f} s")
+        return future.result()
+
+    def _leave(self, place: str, call: BoundedCall) -> bool:
+        """Whether it had not ended."""
+        with self._lock:
+            if call.over:
+                return False
+            call.leave()
+            self._left[place] += 1
+            self._tried[place] = self._clock()
+        self._tell()
+        return True
+
+    def _end(self, place: str, call: BoundedCall) -> None:
+        with self._lock:
+            call.over = True
+            if call.left:
+                self._left[place] -= 1
+        if call.left:
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:
+            with self._lock:
+                left = dict(+self._left)
+            self._changed(left)
