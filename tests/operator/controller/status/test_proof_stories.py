@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.controller.test_job_loop import StandIn, new_job, surroundings
-from tests.operator.kubernetes.test_api_calls import JOB, Server
+from tests.operator.kubernetes.test_api_calls import JOB
 from tests.operator.test_metrics import value
 from tests.operator.world_in_memory import REMOTE, START, World, trained
 from tiercheck.protocol.directive import Tier
@@ -233,19 +234,19 @@ async def test_token_that_no_header_can_hold_is_not_told(
 
 
 async def test_no_event_holds_a_credential() -> None:
-    server = Server()
-    poster = EventPoster(server)  # type: ignore[arg-type]
+    server = ApiModel()
+    poster = EventPoster(server)
     for again in range(3):
         await poster.post(JOB, [Notice("Warning", "TrainerFailed", SAID)], now=20.0 * again)
     about = {"apiVersion": "v1", "kind": "Pod", "namespace": "a", "name": "p", "uid": "u"}
-    await ObjectEvents(server).warn(about, "NotAttached", SAID)  # type: ignore[arg-type]
-    assert len(server.events) == 2
-    assert SECRET not in str(server.events)
+    await ObjectEvents(server).warn(about, "NotAttached", SAID)
+    assert len(server.objects) == 2
+    assert SECRET not in str(server.objects)
 
 
 @pytest.mark.parametrize("length", [900, 1000, 1024, 1030])
 async def test_credential_at_the_end_of_what_fits_an_event_is_not_shown_in_part(length: int) -> None:
-    server = Server()
+    server = ApiModel()
     message = "x " * (length // 2) + SECRET
-    await EventPoster(server).post(JOB, [Notice("Warning", "Any", message)], now=0.0)  # type: ignore[arg-type]
-    assert SECRET[:10] not in str(server.events)
+    await EventPoster(server).post(JOB, [Notice("Warning", "Any", message)], now=0.0)
+    assert SECRET[:10] not in str(server.objects)
