@@ -40,7 +40,7 @@ class ApiModel(Kube):
         self.calls: list[Call] = []
         self.written = asyncio.Event()
         """Set when anything but a GET comes."""
-        self.version = 0
+        self.version = 1
 
     def did(self, method: str) -> list[Call]:
         return [call for call in self.calls if call.method == method]

@@ -262,28 +262,13 @@ async def test_thousand_pods_do_not_make_thousands_of_events() -> None:
     assert "combined" in next(e["message"] for e in reversed(server.events) if e["count"] > 1)
 
 
-class WithPods(StandIn):
-    """That can delete pods, and keeps the Events."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        super().__init__(job)
-        self.events: list[dict[str, Any]] = []
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        if path.endswith("/events"):
-            self.events.append(dict(body))
-        return await super().create(path, body, **names)
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        return True
-
-
 async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = new_job()
     job["spec"]["suspend"] = True
-    kube = WithPods(job)
+    kube = StandIn(job)
+    kube.objects["/api/v1/namespaces/default/pods/j-0-0"] = {"metadata": {"name": "j-0-0"}}
     pod = PodView("j-0-0", "p", "u", 0, 0, None, None, "Pending", START)
     loop = JobLoop(job, surroundings(kube, [pod]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,13 +156,6 @@ def test_age_of_a_proof_grows_between_two_looks_and_counts_from_the_start_where_
     assert value(metrics, "tiercheck_restore_proof_age_seconds", tier="peer") is None
 
 
-class Refusing(StandIn):
-    """An admission plug-in that quotes the pod."""
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        raise ApiFailure(403, SAID)
-
-
 SECRET = "gh" + "p_" + "0f9a" * 9
 SAID = f"the trainer of worker 1 ended with exit code 1: clone of https://bob:{SECRET}@git.example failed"
 
@@ -208,12 +201,12 @@ def test_ordinary_status_is_written_as_it_is() -> None:
 
 
 async def test_refusal_of_the_api_server_reaches_the_status_without_the_credential_in_it() -> None:
-    kube = Refusing(new_job())
+    kube = StandIn(new_job())
+    kube.refused["POST"] = ApiFailure(403, SAID)  # as an admission plug-in that quotes the pod
     loop = JobLoop(new_job(), surroundings(kube))
     for _ in range(2):  # the second look tells what became of the first
         with contextlib.suppress(ApiFailure):
             await loop._reconcile()
-    assert kube.job is not None
     assert "clone of https://" in str(kube.job["status"])
     assert SECRET not in str(kube.job["status"])
 
