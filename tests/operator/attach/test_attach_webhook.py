@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.access import server_tls
 from tests.operator.api_model import ApiModel
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import having
@@ -223,16 +224,12 @@ class House:
 
     def __init__(self, folder: Path, patience: float) -> None:
         pair = issue_pair("x", ["127.0.0.1"], datetime.timedelta(days=1))
-        (folder / "crt").write_bytes(pair.certificate)
-        (folder / "key").write_bytes(pair.key)
-        self._server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._server.load_cert_chain(folder / "crt", folder / "key")
         self._client = ssl.create_default_context(cadata=pair.ca.decode())
         (self.port,) = free_ports(1)
         self.heard: list[int] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.doors = Doors(self._server, self._handle, patience)
+        self.doors = Doors(server_tls(pair, folder), self._handle, patience)
 
     async def _handle(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         self.heard.append(len(body))

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import kopf
@@ -16,12 +15,11 @@ import pytest
 
 from tests.operator.api_model import ApiModel
 from tests.operator.world_in_memory import START, World
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 from tiercheck_operator.model.actions import Notice
-
-HOST = "127.83.5.2"
 
 
 @dataclass
@@ -34,19 +32,17 @@ class Scripted:
     texts: dict[str, str] = field(default_factory=dict)
     waits: dict[str, threading.Event] = field(default_factory=dict)
     """What is to happen before a path is answered."""
-    port: int = 0
+    url: str = ""
 
     def access(self) -> Access:
-        return Access(lambda: kopf.ConnectionInfo(server=f"http://{HOST}:{self.port}"))
+        return Access(lambda: kopf.ConnectionInfo(server=self.url))
 
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
     scripted, lock = Scripted(), threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
@@ -64,17 +60,8 @@ def server() -> Iterator[Scripted]:
 
         do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = answer  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged."""
-
-    http = ThreadingHTTPServer((HOST, 0), Handler)
-    http.daemon_threads = True
-    scripted.port = http.server_port
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield scripted
-    http.shutdown()
-    http.server_close()
+    with listening(Handler) as scripted.url:
+        yield scripted
 
 
 BUSY = (429, {"Retry-After": "1"})
