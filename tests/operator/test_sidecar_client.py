@@ -97,8 +97,7 @@ async def test_each_pod_is_shown_a_signature_of_its_own_and_gets_that_of_the_att
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = await follow(sidecar, listening)
-    directive = sidecar.model.directive
-    assert directive is not None
+    directive = sidecar.model.told
     await listening.push(uid, dataclasses.replace(directive, number=directive.number + 1))
     public = Ed25519PublicKey.from_public_bytes(CREDENTIALS.operator_public)
     public.verify(bytes.fromhex(sidecar.shown), signing.pod_statement(uid))
@@ -371,8 +370,7 @@ def bare(report: Report) -> Report:
 
 def a_directive(attempt: int = 1) -> Directive:
     world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
+    world.tick_until(lambda: any(isinstance(action, Push) for action in world.last.after))
     found = next(action.directive for action in world.last.after if isinstance(action, Push))
     return dataclasses.replace(found, attempt=attempt)
 
@@ -381,8 +379,7 @@ async def test_directive_reaches_the_sidecar_as_it_was_written(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
+    world.tick_until(lambda: any(isinstance(action, Push) for action in world.last.after))
     push = next(action for action in world.last.after if isinstance(action, Push))
     model = world.make_sidecar(push.pod_uid, push.directive.worker)
     model.instance = push.directive.instance
@@ -578,8 +575,7 @@ async def test_pod_that_is_not_followed_cannot_be_told_anything(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
+    world.tick_until(lambda: any(isinstance(action, Push) for action in world.last.after))
     push = next(action for action in world.last.after if isinstance(action, Push))
     with pytest.raises(SidecarError):
         await listening.push("nobody", push.directive)

@@ -37,8 +37,7 @@ class AttachedWorld(World):
         self.exit_codes: list[int] = []
 
     def finished(self, uid: str) -> None:
-        directive = self.sidecars[uid].directive
-        assert directive is not None
+        directive = self.sidecars[uid].told
         self.exit_codes.append(directive.exit_code)
         super().finished(uid)
         if directive.exit_code:
@@ -104,8 +103,7 @@ def test_pods_that_the_owner_makes_where_one_fell_silent_are_left_alone_there() 
     there = {uid for uid, pod in world.pods.items() if pod.node == node}
     world.liked = node
     world.cut_off(node)
-    while not world.deleted:
-        world.tick()
+    world.tick_until(lambda: world.deleted)
     world.cut = set()
     world.until("Running", attempt=2)
     assert lost in there

@@ -14,7 +14,7 @@ import pytest
 
 from tests.operator.api_model import ApiModel
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
-from tests.operator.world_in_memory import TEMPLATE, World
+from tests.operator.world_in_memory import TEMPLATE, trained
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
@@ -114,7 +114,7 @@ def finished_job() -> dict[str, Any]:
 @pytest.mark.parametrize(("phase", "asks"), [("Succeeded", False), ("Running", True)])
 async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str, asks: bool) -> None:
     kube = StandIn(finished_job())
-    world = World().running(0)
+    world = trained(0)
     pod: PodView = replace(next(iter(world.pods.values())), phase=phase, job_uid="u")
     loop = JobLoop(finished_job(), surroundings(kube, [pod]))
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_to
     raw = new_job()
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job"}
     raw["spec"] |= {"attach": {"owner": owner, "container": "train"}}
-    world = World().running(0)
+    world = trained(0)
     pod: PodView = replace(next(iter(world.pods.values())), attached=json.dumps({"container": "train"}))
 
     async def read(job: object) -> int:

@@ -12,7 +12,7 @@ import pytest
 from tests.operator.api_model import ApiModel
 from tests.operator.controller.test_job_loop import Silent, StandIn, new_job, surroundings
 from tests.operator.kubelet_words import made_by
-from tests.operator.world_in_memory import START, TEMPLATE, World, make_spec
+from tests.operator.world_in_memory import START, TEMPLATE, World, make_spec, trained
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor, RefusalMemory
@@ -72,7 +72,7 @@ def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, 
 
 
 async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
-    world = World().running(0)
+    world = trained(0)
     job = world.observe().job
     spoilt = replace(
         job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.crd.jobs import full_record
 from tests.operator import kubelet_words
-from tests.operator.world_in_memory import START, World
+from tests.operator.world_in_memory import START, trained
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
@@ -494,7 +494,7 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
 
 
 def test_one_long_message_is_left_whole_and_a_usual_status_is_not_touched() -> None:
-    world = World().running(0)
+    world = trained(0)
     assert fit_status(world.status)[0] == world.status
     long = Condition(conditions.PLACED, False, "R", "m" * 4000, rfc3339(START))
     record = dataclasses.replace(world.status, conditions=(long, *world.status.conditions[1:]))
@@ -517,7 +517,7 @@ def test_room_is_shared_so_that_only_the_long_ones_give_way(lengths: list[int], 
 
 
 def test_every_condition_tells_which_generation_of_the_spec_it_is_about() -> None:
-    world = World().running(0)
+    world = trained(0)
     world.job = dataclasses.replace(world.job, generation=7)
     world.tick()
     assert {entry.observed_generation for entry in world.status.conditions} == {7}

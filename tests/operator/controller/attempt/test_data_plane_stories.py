@@ -54,8 +54,7 @@ def test_delta_that_one_rank_skipped_costs_the_steps_after_it_and_the_reason_say
     start = world.newest_step()
     gap = start + 6 - (start + 6) % 4 + 2
     world.skipped = {(1, gap)}
-    while world.newest_step() <= gap:
-        world.tick()
+    world.tick_until(lambda: world.newest_step() > gap)
     world.crash(0)
     summary = world.recovered()
     assert summary["step"] == gap - 1

@@ -9,7 +9,7 @@ import pytest
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.model.actions import CreatePod, Promote
+from tiercheck_operator.model.actions import Promote
 from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 from tiercheck_operator.model.status import SparesRecord
 
@@ -191,8 +191,7 @@ def test_spares_can_be_asked_for_and_given_back_while_the_job_runs() -> None:
 
 def test_spare_without_a_node_is_told_and_takes_no_room_from_workers() -> None:
     world = World(make_spec(spares=1), 2, 3)
-    while not world.spares():
-        world.tick()
+    world.tick_until(world.spares)
     world.change_nodes(schedulable=False)
     world.running(6)
     assert world.told("SparesReady")[:2] == (False, "SparesUnschedulable")
@@ -217,7 +216,7 @@ def test_spare_takes_over_from_a_replacement_that_finds_no_node() -> None:
     assert not [pod for pod in world.pods.values() if pod.worker == 1 and pod.uid != uid]
 
 
-def test_suspended_job_gives_its_spares_back_and_gets_new_ones_when_it_goes_on() -> None:
+def test_suspended_job_gives_its_spares_back_and_gets_new_ones_as_a_completed_one_does_not() -> None:
     world = with_spares(remote=REMOTE)
     world.change(suspend=True)
     world.train(60)
@@ -229,14 +228,10 @@ def test_suspended_job_gives_its_spares_back_and_gets_new_ones_when_it_goes_on()
     world.until("Running", attempt=2)
     world.train(5)
     assert world.status.spares == SparesRecord(1, 1)
-
-
-def test_completed_job_gives_its_spares_back() -> None:
-    world = World(make_spec(spares=2), 2, 3, steps=20)
+    world.total_steps = world.newest_step() + 3
     world.until("Completed")
     world.train(5)
-    assert world.spares() == []
-    assert world.status.spares is None
+    assert (world.spares(), world.status.spares) == ([], None)
 
 
 def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_refused() -> None:
@@ -247,18 +242,8 @@ def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_re
     world.evict(world.member(3))
     world.recovered(3)
     assert world.member(3) == spare.uid
-    directive = world.sidecars[spare.uid].directive
-    assert directive is not None
+    directive = world.sidecars[spare.uid].told
     assert (directive.attempt, directive.worker, directive.phase) == (3, 3, Phase.RELEASE)
-
-
-def test_no_pod_is_made_for_a_worker_that_gets_a_spare() -> None:
-    world = with_spares()
-    world.evict(world.member(0))
-    world.reconcile()
-    actions = world.last.before
-    assert [action.worker for action in actions if isinstance(action, Promote)] == [0]
-    assert not [action for action in actions if isinstance(action, CreatePod)]
 
 
 WHY = "it is tainted karpenter.sh/disrupted"

@@ -100,7 +100,7 @@ def test_kubelet_that_renews_its_lease_is_late_and_not_dead() -> None:
         world.kubelets = {late: world.now}
         world.tick()
     assert len([action for action in world.created if action.worker == 1]) == 2
-    world.start_kubelet(late)
+    world.start_kubelets(late)
     world.until("Running", attempt=2)
     assert world.home(1) == late
     world.evict(world.member(1))

@@ -68,8 +68,7 @@ def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to
     world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 0, 1, 2)
-    while world.status.attempt == 1:
-        world.tick()
+    world.tick_until(lambda: world.status.attempt != 1)
     sidecar = world.sidecar(3)
     world.undying.add(sidecar.pod)
     sidecar.killed_at = world.now  # what is left of the command that crashed
@@ -103,8 +102,7 @@ def test_two_such_workers_move_one_after_the_other_and_nothing_is_lost() -> None
     crash_beside_undying(world, 0, 1)
     world.until("Running", attempt=4)
     assert world.status.attempt == 4
-    summary = world.summary
-    assert summary["lostSteps"] <= 1
+    assert world.summary["lostSteps"] <= 1
     assert {pod.incarnation for pod in world.pods.values() if pod.worker < 2} == {1}
 
 
@@ -166,8 +164,7 @@ def test_first_step_makes_forgotten_what_failed_before_it() -> None:
     world = trained(6)
     world.bad_starts = {2}
     world.crash(1)
-    while world.status.failed_start is None:
-        world.tick()
+    world.tick_until(lambda: world.status.failed_start is not None)
     assert (world.status.failed_start.worker, world.status.failed_start.times) == (2, 1)
     world.bad_starts = set()
     world.recovered(3)
@@ -181,8 +178,7 @@ def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
     final = FailureRule("final", RuleAction.FAIL, ExitCodes(frozenset({9})))
     world = World(make_spec(rules=(final,)))
     world.bad_starts = {2}
-    while world.status.failed_start is None:
-        world.tick()
+    world.tick_until(lambda: world.status.failed_start is not None)
     while world.status.attempt == 2 and world.status.phase != "Failed":
         world.tick()
         sidecar = world.live_sidecar(2)
@@ -343,8 +339,7 @@ def test_scheduler_that_heeds_a_preference_needs_no_second_try_nor_does_an_opera
         world.train(3)
         world.liked = ""
     else:
-        while not world.status.places:
-            world.tick()
+        world.tick_until(lambda: world.status.places)
         for _ in range(40):
             world.forget()
             world.tick()

@@ -122,8 +122,7 @@ def test_sidecars_are_told_how_often_unless_it_is_turned_off() -> None:
     for wanted in (5400.0, None):
         world = trained(rehearse_every=wanted)
         sidecar = world.sidecar(1)
-        assert sidecar.directive is not None
-        assert sidecar.directive.policy.rehearse_every == wanted
+        assert sidecar.told.policy.rehearse_every == wanted
 
 
 def test_without_rehearsals_nothing_is_said_of_proofs() -> None:
@@ -191,7 +190,7 @@ def test_text_full_of_credentials_is_no_longer_than_the_api_server_lets_it_be() 
 
 
 def test_ordinary_status_is_written_as_it_is() -> None:
-    world = World().running(0)
+    world = trained(0)
     for fail in (lambda: world.crash(0), lambda: world.evict(world.member(1)), lambda: world.kill_node("n0")):
         fail()
         world.train(30)
