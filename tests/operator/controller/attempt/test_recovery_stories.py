@@ -75,7 +75,6 @@ def test_worker_on_lost_node_is_restored_from_peer_elsewhere() -> None:
     world = trained()
     node = world.home(3)
     world.kill_node(node)
-    world.train(4)
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert world.summary["cause"] in ("NodeLost", "SidecarSilent")
@@ -87,7 +86,6 @@ def test_workers_on_lost_rack_are_restored_from_the_other_rack() -> None:
     world = trained()
     for name in ("n10", "n11"):
         world.kill_node(name)
-    world.train(6)
     summary = world.recovered_from("DomainLost")
     assert summary["message"].startswith("rack r1 lost: workers ")
     assert summary["tiers"]["remote"] == 0

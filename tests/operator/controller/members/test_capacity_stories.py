@@ -64,7 +64,6 @@ def test_survivors_keep_their_pods_and_memory_and_the_job_goes_on_from_there() -
     assert survivors <= set(world.pods)
     assert world.status.attempt == 1
     world.change_nodes("n12", schedulable=True)
-    world.train(5)
     assert world.recovered()["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert world.condition("Placed").status
     assert survivors <= set(world.pods)
@@ -76,7 +75,6 @@ def test_node_that_was_avoided_is_used_when_it_is_well_again_and_nothing_else_is
     world.train(50)
     assert world.condition("Placed").reason == "NoCapacity"
     world.revive_node(dead)
-    world.train(60)
     world.until("Running", attempt=2)
     assert world.home(1) == dead
 
@@ -191,7 +189,6 @@ def test_lost_worker_comes_back_although_its_old_pod_or_its_spare_may_not_be_cha
     world = trained(nodes_per_rack=3, spares=1)
     world.refuses = refusing(kind)
     world.kill_node(world.home(1))
-    world.train(20)
     world.until("Running", attempt=2)
     if kind is DeletePod:
         assert world.told("Placed")[:2] == (True, conditions.REFUSED)
@@ -229,7 +226,6 @@ def test_job_that_may_not_shrink_waits_for_the_quota_and_says_that_and_nothing_e
     world.train(60)
     assert world.status == before, "time alone writes no status"
     world.refuses = refusing()
-    world.train(12)
     world.until("Running", attempt=2)
     assert world.condition("Placed").reason != conditions.REFUSED
 

@@ -49,7 +49,6 @@ def pod_of(world: World, worker: int) -> str:
 def shrunk(world: World, *lost: int) -> World:
     attempt = world.status.attempt
     lose(world, *lost)
-    world.train(12)
     world.until("Running", attempt=attempt + 1)
     return world
 
@@ -174,7 +173,6 @@ def test_survivor_that_dies_before_it_has_its_new_place_makes_the_job_smaller_st
     node = world.pods[doomed].node
     assert node is not None
     world.kill_node(node)
-    world.train(20)
     world.until("Running", attempt=2)
     assert len(begun(world)[0]) == world.status.size.workers == 2 if world.status.size else False
 
@@ -310,7 +308,6 @@ def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its
     world.train(5)
     assert "j-3-0" in {pod.name for pod in world.pods.values() if pod.worker == 1}
     world.evict(pod_of(world, 3))
-    world.train(3)
     world.until("Running", attempt=4)
     assert world.pods[pod_of(world, 3)].name == "j-3-2"
 
@@ -436,7 +433,6 @@ def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
     world.train(400)
     assert world.newest_step() == step + 400, "it trains on all the while"
     world.change_nodes(schedulable=True)
-    world.train(200)
     world.until("Running", attempt=3, limit=600)
 
 
@@ -488,7 +484,6 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
     assert world.status.size == SizeRecord(2)
     assert world.status.history.ranks == 2
     world.change_nodes(schedulable=True)
-    world.train(10)
     world.until("Running", attempt=2)
     assert begun(world)[0] == [0, 1, 2, 3]
 

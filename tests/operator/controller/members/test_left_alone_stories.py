@@ -340,7 +340,6 @@ def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
     name = world.home(3)
     labels = world.nodes[name].labels
     world.nodes[name] = node(name, labels, unready="Unknown", out_of_service=True)
-    world.train(3)
     world.until("Running", attempt=2)
     assert world.home(3) != name
 

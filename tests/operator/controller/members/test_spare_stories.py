@@ -67,7 +67,6 @@ def test_spare_may_become_any_worker_even_the_coordinator(worker: int) -> None:
     world = with_spares()
     (spare,) = world.spares()
     world.kill_node(world.home(worker))
-    world.train(12)
     world.until("Running", attempt=2)
     assert world.member(worker) == spare.uid
     for sidecar in world.sidecars.values():
@@ -125,7 +124,6 @@ def test_spare_on_the_rack_that_died_is_not_used() -> None:
     lost = {pod.uid for pod in world.pods.values() if pod.node in dead}
     for name in dead:
         world.kill_node(name)
-    world.train(12)
     world.until("Running", attempt=2)
     for worker in range(4):
         assert world.member(worker) not in lost
@@ -144,7 +142,6 @@ def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_
     world.evict(world.member(2))
     world.tick(killed_after)
     world.tick(killed_after + 1)
-    world.train(3)
     world.until("Running", attempt=2)
     assert world.member(2) in before
     assert len([pod for pod in world.pods.values() if pod.worker == 2 and not pod.deleting]) == 1
@@ -210,7 +207,6 @@ def test_spare_takes_over_from_a_replacement_that_finds_no_node() -> None:
     world._make("j-spare-7", SPARE, 0, (), 7)
     uid = next(uid for uid, pod in world.pods.items() if pod.spare == 7)
     world.change_pod(uid, node="n00")
-    world.train(6)
     world.until("Running", attempt=2)
     assert world.pods[uid].worker == 1
     assert not [pod for pod in world.pods.values() if pod.worker == 1 and pod.uid != uid]
@@ -224,7 +220,6 @@ def test_suspended_job_gives_its_spares_back_and_gets_new_ones_as_a_completed_on
     assert world.status.holds("Suspended")
     assert world.status.spares is None
     world.change(suspend=False)
-    world.train(3)
     world.until("Running", attempt=2)
     world.train(5)
     assert world.status.spares == SparesRecord(1, 1)
@@ -437,6 +432,5 @@ def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
     sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
     world.train(4, attempt=1)
     assert world.condition("Restoring").reason == "HandingOver"
-    world.train(4)
     world.until("Running", attempt=2)
     assert world.status.attempt == 2, "but not for long"

@@ -161,7 +161,6 @@ def test_node_that_answers_us_but_no_peer_is_left_after_a_while() -> None:
     node = world.home(3)
     world.cut_off(node, *(set(world.nodes) - {node}))
     world.train(20, attempt=1)
-    world.train(20)
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert "cut off" in world.summary["message"]

@@ -315,7 +315,6 @@ def tried(world: World) -> Counter[str]:
 @pytest.mark.parametrize("how", [REFUSED, NO_IMAGE, SILENT])
 def test_node_that_starts_no_pod_is_tried_twice_at_most(how: tuple[str, str, str]) -> None:
     world = lose_on_bad_node(how)
-    world.train(3)
     world.until("Running", attempt=2, limit=400)
     assert world.home(1) != world.liked
     assert tried(world) == {"": 3, world.liked: 1}
@@ -354,7 +353,6 @@ def test_two_nodes_that_refuse_in_turn_are_both_left() -> None:
             world.not_starting[name] = REFUSED
     world.liked = world.home(1)
     world.end_gracefully(world.member(1))
-    world.train(3)
     world.until("Running", attempt=2, limit=400)
     assert len(tried(world)) >= 2
 
@@ -377,7 +375,6 @@ def test_only_node_that_is_left_is_tried_again_and_used_when_it_is_well() -> Non
     assert (conditions.UNSCHEDULABLE, True) in said
     assert 2 <= len(world.created) - made <= 6
     world.not_starting.clear()
-    world.train(60)
     world.until("Running", attempt=2)
     assert world.home(1) == bad
 
@@ -403,7 +400,6 @@ def test_pod_that_waits_for_a_node_is_made_again_only_if_it_would_avoid_fewer() 
     world.train(90)
     assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,)]
     world._gone(uid)
-    world.train(40)
     world.until("Running", attempt=3)
     assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,), ()]
 
