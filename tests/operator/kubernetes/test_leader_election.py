@@ -67,6 +67,13 @@ class Replica:
         return self.elector.leads()
 
 
+def led_by_the_first() -> tuple[Replica, Replica]:
+    server = ApiModel()
+    first, second = Replica(server, "a"), Replica(server, "b", offset=-500)
+    first.round(0.0)
+    return first, second
+
+
 def holder(server: ApiModel) -> str:
     return parse_lease(server.objects[LEASE]).holder
 
@@ -96,9 +103,7 @@ def test_first_replica_leads_and_the_second_one_waits() -> None:
 
 
 def test_leader_that_was_killed_is_replaced_once_its_record_has_stood_still_for_the_duration() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b", offset=-500)
-    first.round(0.0)
+    first, second = led_by_the_first()
     taken = None
     for tick in range(1, 30):
         second.round(tick * 0.5)
@@ -107,13 +112,11 @@ def test_leader_that_was_killed_is_replaced_once_its_record_has_stood_still_for_
             break
     assert taken is not None
     assert TERMS.duration <= taken <= TERMS.duration + TERMS.retry
-    assert server.objects[LEASE]["spec"]["leaseTransitions"] == 1
+    assert first.server.objects[LEASE]["spec"]["leaseTransitions"] == 1
 
 
 def test_leader_that_ends_gives_the_lease_back_and_the_next_look_takes_it() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.5)
     first.time = 1.0
     first.elector.release()
@@ -123,9 +126,7 @@ def test_leader_that_ends_gives_the_lease_back_and_the_next_look_takes_it() -> N
 
 
 def test_leader_that_cannot_renew_stops_before_anybody_else_may_begin() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     first.reachable = False
     second.round(0.01)
     assert first.leads(TERMS.renew_within - 0.01)
@@ -137,9 +138,7 @@ def test_leader_that_cannot_renew_stops_before_anybody_else_may_begin() -> None:
 
 
 def test_stopped_leader_that_wakes_up_knows_at_once_that_its_time_is_over() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.5)
     second.round(9.0)
     assert second.leads(9.0)
@@ -149,13 +148,11 @@ def test_stopped_leader_that_wakes_up_knows_at_once_that_its_time_is_over() -> N
         first.round(now)
         assert not first.leads(now)
     assert first.told == [True, False]
-    assert holder(server) == "b"
+    assert holder(first.server) == "b"
 
 
 def test_leader_whose_event_loop_is_stuck_does_not_renew() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     first.alive = False
     for tick in range(1, 12):
         first.round(float(tick))
@@ -204,15 +201,13 @@ def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -
 
 
 def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -> None:
-    server = ApiModel()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.1)
-    server.put(LEASE, server.objects[LEASE])
+    first.server.put(LEASE, first.server.objects[LEASE])
     first.round(1.0)
     first.round(2.0)
     assert first.leads(2.0)
-    server.objects.clear()
+    first.server.objects.clear()
     second.round(2.1)  # takes it, as nobody holds it
     first.round(3.0)
     first.round(4.0)

@@ -60,6 +60,13 @@ def shrunk_a_while(lost: int = 1, **changes: Any) -> World:
     return world
 
 
+def with_room_again() -> World:
+    """The smaller job, as soon as there are nodes for everybody."""
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
+    return world
+
+
 def promotes(world: World) -> list[Promote]:
     """Of the last decision."""
     return [action for action in world.last.before if isinstance(action, Promote)]
@@ -278,8 +285,7 @@ def test_operator_killed_between_any_two_writes_shrinks_the_job_once_and_well(mo
 
 @pytest.mark.parametrize("moment", range(14))
 def test_operator_killed_between_any_two_writes_grows_the_job_once_and_well(moment: int) -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(57)
     for tick in range(moment // 2, moment // 2 + 6):
         world.tick(killed_after=tick % 7)
@@ -302,8 +308,7 @@ def test_decision_made_from_an_old_view_gives_a_survivor_one_place_only() -> Non
 
 
 def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its_own() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.until("Running", attempt=3)
     world.train(5)
     assert "j-3-0" in {pod.name for pod in world.pods.values() if pod.worker == 1}
@@ -371,8 +376,7 @@ def test_pods_that_trained_on_keep_their_places_and_the_spare_gets_the_missing_o
 
 
 def test_room_that_does_not_last_changes_nothing() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(30)
     (spare,) = (uid for uid, pod in world.pods.items() if pod.is_spare)
     world.change_nodes(schedulable=False)
@@ -396,8 +400,7 @@ def test_job_does_not_grow_before_the_smaller_one_has_a_complete_version_of_its_
 
 
 def test_job_that_comes_back_from_a_loss_takes_the_room_that_there_is() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(10)
     assert world.crash(0)
     world.recovered(3)
@@ -405,8 +408,7 @@ def test_job_that_comes_back_from_a_loss_takes_the_room_that_there_is() -> None:
 
 
 def test_growth_that_comes_to_nothing_lets_the_smaller_job_train_on() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.tick_until(lambda: world.status.size is None)
     world.change_nodes(schedulable=False)
     for uid in [uid for uid, pod in world.pods.items() if pod.is_spare or pod.worker == 3]:
@@ -451,8 +453,7 @@ def test_spares_that_the_spec_asks_for_are_there_again_afterwards() -> None:
 
 
 def test_job_that_has_ended_does_not_grow() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.total_steps = world.newest_step() + 20
     world.until("Completed")
     assert world.status.attempt == 2

@@ -10,6 +10,7 @@ from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.model.actions import Promote
+from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 from tiercheck_operator.model.status import SparesRecord
 
@@ -19,6 +20,11 @@ def with_spares(spares: int = 1, nodes_per_rack: int = 3, **changes: object) -> 
     world = trained(nodes_per_rack=nodes_per_rack, spares=spares, **changes)
     assert world.status.spares == SparesRecord(spares, spares)
     return world
+
+
+def with_spare() -> tuple[World, PodView]:
+    world = with_spares()
+    return world, world.spares()[0]
 
 
 def test_spares_are_made_only_once_every_worker_has_a_node() -> None:
@@ -33,8 +39,7 @@ def test_spares_are_made_only_once_every_worker_has_a_node() -> None:
 
 
 def test_spare_holds_no_copies_and_is_told_nothing() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     sidecar = world.sidecars[spare.uid]
     assert sidecar.directive is None
     assert not sidecar.hosted
@@ -47,8 +52,7 @@ def test_spare_holds_no_copies_and_is_told_nothing() -> None:
 
 
 def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_training_goes_on() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     world.created.clear()
     world.evict(world.member(1))
@@ -64,8 +68,7 @@ def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_trainin
 
 @pytest.mark.parametrize("worker", range(4))
 def test_spare_may_become_any_worker_even_the_coordinator(worker: int) -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     world.kill_node(world.home(worker))
     world.until("Running", attempt=2)
     assert world.member(worker) == spare.uid
@@ -92,8 +95,7 @@ def test_two_losses_use_the_spares_that_there_are_and_make_a_pod_for_who_gets_no
 
 
 def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     assert spare.node is not None
     world.kill_node(spare.node)
     world.train(20)
@@ -105,8 +107,7 @@ def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
 
 
 def test_silent_spare_is_replaced_but_not_while_nobody_answers() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     for sidecar in world.sidecars.values():
         sidecar.reachable = False
     world.train(100)
@@ -230,8 +231,7 @@ def test_suspended_job_gives_its_spares_back_and_gets_new_ones_as_a_completed_on
 
 
 def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_refused() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     world.crash(0)
     world.recovered()
     world.evict(world.member(3))
@@ -327,12 +327,11 @@ def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
 
 
 def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
-    world = trained(nodes_per_rack=3, spares=1)
+    world, spare = with_spare()
     node = world.home(3)
-    (spare,) = [uid for uid, pod in world.pods.items() if pod.is_spare]
     empty(world, node)
     world.until("Running", attempt=2)
-    assert world.pods[spare].worker == 3
+    assert world.pods[spare.uid].worker == 3
     assert world.home(3) != node
 
 
@@ -376,18 +375,10 @@ def test_operator_that_dies_during_a_move_finishes_it(moment: int) -> None:
 def node_object(
     taints: tuple[tuple[str, str], ...] = (), unschedulable: bool = False, **conditions: str
 ) -> dict[str, object]:
-    return {
-        "metadata": {"name": "n"},
-        "spec": {
-            "taints": [{"key": key, "effect": effect} for key, effect in taints],
-            "unschedulable": unschedulable,
-        },
-        "status": {
-            "conditions": [
-                {"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()
-            ]
-        },
-    }
+    tainted = [{"key": key, "effect": effect} for key, effect in taints]
+    told = [{"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()]
+    spec = {"taints": tainted, "unschedulable": unschedulable}
+    return {"metadata": {"name": "n"}, "spec": spec, "status": {"conditions": told}}
 
 
 @pytest.mark.parametrize("taint", sorted(LEAVING_TAINTS))
