@@ -5,16 +5,14 @@ What counts is the time that the training thread spends in the saving call and i
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Figure, Outcome, Scale, Sense, bytes_text, seconds_text, shared_memory
+from benchmarks.harness import Figure, Outcome, Scale, Sense, bytes_text, scratch, seconds_text
 from benchmarks.job import Job, until
 from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
 
@@ -78,8 +76,7 @@ def measure(
 
     If it is ours, the sidecar has room for `slots` snapshots, and `look` sees it afterwards.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    try:
+    with scratch() as folder:
         if system.module != "ours":
             return _process(system, size, scale, folder, {})
         # And some room for headers.
@@ -91,8 +88,6 @@ def measure(
                 raise RuntimeError(f"only {taken} snapshots were taken, so nothing else was blocked for them")
             look(job)
             return found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _half(system: System) -> int:

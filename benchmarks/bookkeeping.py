@@ -8,16 +8,14 @@ are small and what is sent is not: bytes are measured elsewhere."""
 from __future__ import annotations
 
 import contextlib
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.harness import Figure, Outcome, Scale, seconds_text, shared_memory
+from benchmarks.harness import Figure, Outcome, Scale, scratch, seconds_text
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, Tier
@@ -52,17 +50,13 @@ def run(scale: Scale) -> Outcome:
 
 def measure(restarts: int, steps: int) -> dict[str, Any]:
     """Seconds of the processor per wake, and by loop, in the later half of so many steps."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    worker, artifacts = _Worker(folder, restarts), 0
-    try:
-        with mock.patch.object(replicate, "push", _kept):
-            for number in range(steps):
-                if number == steps // 2:  # until then slots fill up
-                    worker.spent.clear()
-                worker.train()
-                artifacts = max(artifacts, len(worker.vault.held()))
-    finally:
-        shutil.rmtree(folder)
+    with scratch() as folder, mock.patch.object(replicate, "push", _kept):
+        worker, artifacts = _Worker(folder, restarts), 0
+        for number in range(steps):
+            if number == steps // 2:  # until then slots fill up
+                worker.spent.clear()
+            worker.train()
+            artifacts = max(artifacts, len(worker.vault.held()))
     wakes = [sum(wake.values()) for wake in worker.spent]
     return {
         "wake": statistics.median(wakes),

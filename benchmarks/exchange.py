@@ -25,7 +25,6 @@ import shutil
 import socket
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, scratch
 from benchmarks.plain_wire import plain_wires
 from tests.sidecar.stations import Station, Stations
 from tiercheck.protocol.directive import Peer, Tier
@@ -88,47 +87,47 @@ _WAYS = (("sent to a holder", "push"), ("fetched from a holder", "fetch"))
 
 def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
     """The figures by name: rates in GB/s, and ratios to the limit."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-exchange-", dir=shared_memory()))
     limit, carry = _limit()
-    try:
-        with _holder(folder / "tagged") as tagged, _holder(folder / "plain", plain=True) as untagged:
-            job = Stations(folder, limit=1 << 40, here=(0,))
-            owner = job.stations[0]
-            rates: dict[str, list[float]] = {}
-            per_core: dict[str, list[float]] = {}
+    with (
+        scratch() as folder,
+        _holder(folder / "tagged") as tagged,
+        _holder(folder / "plain", plain=True) as untagged,
+    ):
+        job = Stations(folder, limit=1 << 40, here=(0,))
+        owner = job.stations[0]
+        rates: dict[str, list[float]] = {}
+        per_core: dict[str, list[float]] = {}
 
-            def timed(name: str, seal: Seal, holder: _Holder, work: Callable[[], object]) -> None:
-                used, began = time.process_time() + holder.ask("cpu"), time.perf_counter()
-                work()
-                seconds = time.perf_counter() - began
-                rates.setdefault(name, []).append(seal.digests.size / seconds / 1e9)
-                used = time.process_time() + holder.ask("cpu") - used
-                per_core.setdefault(name, []).append(seal.digests.size / used / 1e9)
+        def timed(name: str, seal: Seal, holder: _Holder, work: Callable[[], object]) -> None:
+            used, began = time.process_time() + holder.ask("cpu"), time.perf_counter()
+            work()
+            seconds = time.perf_counter() - began
+            rates.setdefault(name, []).append(seal.digests.size / seconds / 1e9)
+            used = time.process_time() + holder.ask("cpu") - used
+            per_core.setdefault(name, []).append(seal.digests.size / used / 1e9)
 
-            def both_ways(way: str, seal: Seal, holder: _Holder) -> None:
-                with Line(lambda: owner.connect(holder.peer)) as line:
-                    timed(f"{way}push", seal, holder, lambda: _push(owner, seal, line))
-                _forget(owner)
-                timed(f"{way}fetch", seal, holder, lambda: _fetch(owner, seal, holder.peer))
+        def both_ways(way: str, seal: Seal, holder: _Holder) -> None:
+            with Line(lambda: owner.connect(holder.peer)) as line:
+                timed(f"{way}push", seal, holder, lambda: _push(owner, seal, line))
+            _forget(owner)
+            timed(f"{way}fetch", seal, holder, lambda: _fetch(owner, seal, holder.peer))
 
-            for step in range(1, rounds + 1):
-                _forget(owner)
-                seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
-                used = _used_here()
-                sent, seconds = carry(STREAMS)
-                rates.setdefault("limit", []).append(sent / seconds / 1e9)
-                per_core.setdefault("limit", []).append(sent / (_used_here() - used) / 1e9)
-                for way, tagger in (("plain ", None), ("", owner.state.tagger(seal.artifact))):
-                    per_core.setdefault(f"{way}seal", []).append(_sealing(owner, seal, tagger))
-                for plain in (True, False) if step % 2 else (False, True):
-                    with plain_wires() if plain else nullcontext():
-                        both_ways("plain " if plain else "", seal, untagged if plain else tagged)
-                tagged.ask("forget")
-                with _encrypting(owner):
-                    both_ways("encrypted ", seal, tagged)
-            job.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for step in range(1, rounds + 1):
+            _forget(owner)
+            seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
+            used = _used_here()
+            sent, seconds = carry(STREAMS)
+            rates.setdefault("limit", []).append(sent / seconds / 1e9)
+            per_core.setdefault("limit", []).append(sent / (_used_here() - used) / 1e9)
+            for way, tagger in (("plain ", None), ("", owner.state.tagger(seal.artifact))):
+                per_core.setdefault(f"{way}seal", []).append(_sealing(owner, seal, tagger))
+            for plain in (True, False) if step % 2 else (False, True):
+                with plain_wires() if plain else nullcontext():
+                    both_ways("plain " if plain else "", seal, untagged if plain else tagged)
+            tagged.ask("forget")
+            with _encrypting(owner):
+                both_ways("encrypted ", seal, tagged)
+        job.close()
     best = {name: max(values) for name, values in rates.items()}
     core = {name: statistics.median(values) for name, values in per_core.items()}
 

@@ -5,16 +5,14 @@ Both as `benchmarks.gpu_acceptance` does (P3 and P2), which checks what else is 
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_acceptance.checks import Setting
 from benchmarks.gpu_acceptance.steps import every_step_kept
 from benchmarks.gpu_acceptance.transfers import copy_rates
-from benchmarks.harness import Figure, Outcome, Scale, Sense, rate_text, shared_memory
+from benchmarks.harness import Figure, Outcome, Scale, Sense, rate_text, scratch
 
 OVERHEAD = Figure("GPU: step longer, small GPT in bf16, a delta at every step", bound=0.02, unit="%")
 COPY = Figure("GPU: copy off the device into a slot", bound=0.85, sense=Sense.AT_LEAST, unit="%")
@@ -24,8 +22,8 @@ def run(scale: Scale) -> Outcome:
     """Nothing without a GPU, and the table says so."""
     if not torch.cuda.is_available():
         return Outcome([replace(figure, note="not run: no GPU") for figure in (OVERHEAD, COPY)])
-    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
-        setting = Setting("cuda", scale.quick, Path(folder))
+    with scratch() as folder:
+        setting = Setting("cuda", scale.quick, folder)
         kept, rates = every_step_kept(setting), copy_rates(setting)
     longer, about = kept.figures[0].ratio if kept.good else None, kept.text.partition(";")[0]
     pinned, ours = rate_text(rates.pinned), rate_text(rates.quiet)

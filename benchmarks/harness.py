@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,15 @@ def shared_memory() -> Path:
     """Where slots lie: a folder in memory, as in a pod."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder there, which is gone at the end."""
+    with tempfile.TemporaryDirectory(
+        "", "tiercheck-bench-", shared_memory(), ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
 
 
 def _processor() -> str:

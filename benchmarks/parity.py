@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, scratch
 from tests.sidecar.stations import Group, Station, Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
@@ -101,19 +99,18 @@ def _seconds(work: Callable[[], object]) -> float:
 @contextmanager
 def _members_and_holders(data: int, parity: int, size: int) -> Iterator[ParityGroup]:
     """In a process of their own, with what all members have saved in complete blocks."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-parity-", dir=shared_memory()))
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(theirs, folder, data, parity, size), daemon=True
-    )
-    process.start()
-    theirs.close()
-    try:
-        yield ours.recv()
-    finally:
-        ours.close()
-        process.join()
-        shutil.rmtree(folder)
+    with scratch() as folder:
+        process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(theirs, folder, data, parity, size), daemon=True
+        )
+        process.start()
+        theirs.close()
+        try:
+            yield ours.recv()
+        finally:
+            ours.close()
+            process.join()
 
 
 def _serve(pipe: Connection, folder: Path, data: int, parity: int, size: int) -> None:
@@ -132,8 +129,8 @@ def _rebuild(worker: Station, group: ParityGroup) -> None:
 def _rebuilding(group: ParityGroup, size: int, rounds: int) -> list[float]:
     """Seconds of each round until the first member's artifact is rebuilt and sealed at a new one that has
     nothing but its slot, which the first round makes."""
-    with tempfile.TemporaryDirectory(prefix="tiercheck-parity-", dir=shared_memory()) as folder:
-        job = Stations(Path(folder), 1, limit=8 * size + 64 * MIB)
+    with scratch() as folder:
+        job = Stations(folder, 1, limit=8 * size + 64 * MIB)
         worker, found = job.stations[0], []
         for _ in range(rounds):
             found.append(_seconds(lambda: _rebuild(worker, group)))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import GIB, MIB, Figure, Outcome, Scale, bytes_text, seconds_text, shared_memory
+from benchmarks.harness import GIB, MIB, Figure, Outcome, Scale, bytes_text, scratch, seconds_text
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck_sidecar.pacing import spare_hands
 from tiercheck_sidecar.vault import Vault
@@ -72,17 +70,14 @@ def _prepared(size: int, hands: int) -> dict[str, float]:
 @contextmanager
 def _vault(size: int, hands: int) -> Iterator[Vault]:
     """With its slot for snapshots made, and those for deltas wanted."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    vault = Vault(folder / "memory", (_SLOTS + 1) * (size + MIB), (0,), hands=hands)
-    try:
+    with scratch() as folder:
+        vault = Vault(folder / "memory", (_SLOTS + 1) * (size + MIB), (0,), hands=hands)
         vault.open()
         vault.reserve(0, 4096, size)
         vault.expect(_CADENCE, Room(4096, size))
         yield vault
-    finally:
-        shutil.rmtree(folder)
-        for slot in vault._slots.values():  # the mappings, which would keep the memory
-            slot.unmap()
+    for slot in vault._slots.values():  # the mappings, which would keep the memory
+        slot.unmap()
 
 
 def _timed(action: Callable[[], object], total: int) -> dict[str, float]:

@@ -23,7 +23,6 @@ import ssl
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Figure, Outcome, Scale, Sense, shared_memory
+from benchmarks.harness import ROOT, Figure, Outcome, Scale, Sense, scratch
 from tiercheck.protocol.version import Digests, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.digest import digest
@@ -90,7 +89,7 @@ def run(scale: Scale) -> Outcome:
 
 def _compare(scheme: str, size: int, rounds: int) -> dict[str, Any]:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=shared_memory())))
+        folder = stack.enter_context(scratch())
         _fill(folder / "slot", size)
         ca = _authority(folder) if scheme == "https" else None
         endpoint = stack.enter_context(_sink(folder, scheme))

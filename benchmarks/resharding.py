@@ -39,8 +39,8 @@ from benchmarks.harness import (
     be_rank,
     bytes_text,
     run_ranks,
+    scratch,
     seconds_text,
-    shared_memory,
 )
 from benchmarks.sharing import paired
 from tiercheck import Checkpointer
@@ -69,8 +69,7 @@ def run(scale: Scale) -> Outcome:
     """The same state, saved by FSDP on two and on four ranks."""
     size, rounds = (48 if scale.quick else 512) * MIB, 2 if scale.quick else 7
     found: dict[str, dict[str, Any]] = {}
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    try:
+    with scratch() as folder:
         for before in sorted({change[0] for change in CHANGES.values()}):
             saved = folder / str(before)
             saved.mkdir()
@@ -79,8 +78,6 @@ def run(scale: Scale) -> Outcome:
             found[name] = together(
                 run_ranks("benchmarks.resharding", after, folder / str(before), kind, size, rounds)
             )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return Outcome(figures(found), {"changes": found})
 
 

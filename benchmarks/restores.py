@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +24,8 @@ from benchmarks.harness import (
     Sense,
     bytes_text,
     rate_text,
+    scratch,
     seconds_text,
-    shared_memory,
 )
 from benchmarks.job import Job, until
 from benchmarks.peers.environment import TORCHFT, CannotInstall
@@ -123,8 +121,8 @@ def _load(job: Job, training: Training, *, new: bool = False) -> float:
 def torchft(size: int) -> dict[str, Any]:
     """Seconds of one transfer between two processes, for each number of chunks. Raises CannotInstall,
     RuntimeError."""
-    with tempfile.TemporaryDirectory(prefix="tiercheck-bench-", dir=shared_memory()) as folder:
-        answer = Path(folder) / "answer.json"
+    with scratch() as folder:
+        answer = folder / "answer.json"
         return TORCHFT.run("benchmarks.peers.torchft_transport", [size, answer], answer)
 
 

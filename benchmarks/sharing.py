@@ -11,9 +11,7 @@ business of the trainer's.
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,8 @@ from benchmarks.harness import (
     be_rank,
     bytes_text,
     run_ranks,
+    scratch,
     seconds_text,
-    shared_memory,
 )
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
@@ -49,11 +47,8 @@ reading the table."""
 def run(scale: Scale) -> Outcome:
     """One model under DDP of each degree, AdamW, fp32."""
     size, rounds = (48 if scale.quick else 768) * MIB, 4 if scale.quick else 15
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    try:
+    with scratch() as folder:
         each = run_ranks("benchmarks.sharing", max(DEGREES), folder, size, rounds, *DEGREES)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     found = {
         degree: {**each[0][degree], "bytes": max(rank[degree]["bytes"] for rank in each)}
         for degree in each[0]

@@ -7,6 +7,7 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -40,3 +41,12 @@ def load(kubeconfig: Path) -> Access:
     authority = cluster.get("certificate-authority-data")
     trust = ssl.create_default_context(cadata=base64.b64decode(authority).decode()) if authority else None
     return Access(cluster["server"], headers, trust)
+
+
+def server_tls(shown: Any, folder: Path) -> ssl.SSLContext:
+    """Of a server that shows this certificate (a KeyPair, or a job's Credentials)."""
+    (folder / "crt").write_bytes(shown.certificate)
+    (folder / "key").write_bytes(shown.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "crt", folder / "key")
+    return context

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.promises import LifeChecker
+from tests.chaos.record import LifeChecker
 from tests.chaos.stage import FAULTS, Injection, Stage, drawn, staged
 from tests.simulation.checker import Broken
 

@@ -6,10 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import yaml
 from tests.access import REAL_SERVER
 from tests.chart.releases import ACCOUNT, NAMESPACE, ROOT, install, objects, of_kind, only
 from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job
+from tests.sidecar.remote.s3 import faulty_proxy
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
@@ -41,27 +39,8 @@ def run(url: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
     )
 
 
-@contextmanager
-def serving(pages: dict[str, tuple[int, bytes]]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            code, body = pages.get(self.path, (404, b""))
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the test's output is the script's."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def serving(pages: dict[str, tuple[int, bytes]]) -> AbstractContextManager[str]:
+    return faulty_proxy.serving(lambda _, path, headers: pages.get(path, (404, b"")))
 
 
 def operators_pages(**changes: tuple[int, bytes]) -> dict[str, tuple[int, bytes]]:

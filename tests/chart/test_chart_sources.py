@@ -16,7 +16,6 @@ from tests.chart.releases import (
     CASES,
     CHART,
     ROOT,
-    asked_for,
     granted,
     of_kind,
     only,
@@ -24,6 +23,7 @@ from tests.chart.releases import (
     rendered,
     values_of,
 )
+from tests.operator.kubernetes.proxy import asked_for
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config

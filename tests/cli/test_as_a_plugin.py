@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import yaml
 
+from tests.access import server_tls
 from tests.cli import recorded
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_cli.complete import complete
 from tiercheck_cli.terminal import spell
 from tiercheck_operator.kubernetes.certificates import issue
@@ -132,21 +131,18 @@ def test_kubeconfig_that_was_looked_for_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "none") in ran.stderr
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(QuietHandler):
     """What the commands look at of the recorded job."""
 
     asked: ClassVar[list[str]] = []
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         self.asked.append(self.path)
         body = json.dumps(_object(self.path.partition("?")[0].rsplit("/", 1)[-1])).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
 
 
 def _object(name: str) -> dict[str, Any]:
@@ -157,29 +153,16 @@ def _object(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Iterator[Path]:
-    made = issue("uid")
-    for name, content in (("crt", made.certificate), ("key", made.key)):
-        (tmp_path / name).write_bytes(content)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    config = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {
-            "server": f"https://127.0.0.1:{server.server_port}", "insecure-skip-tls-verify": True,
-        }}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-    }  # fmt: skip
     path = tmp_path / "kubeconfig"
-    path.write_text(yaml.safe_dump(config))
-    yield path
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(Answers, server_tls(issue("uid"), tmp_path)) as url:
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": url, "insecure-skip-tls-verify": True}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(config))
+        yield path
 
 
 def test_certificate_that_is_not_checked_is_mentioned_once_however_many_requests_are_made(

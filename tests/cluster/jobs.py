@@ -189,6 +189,11 @@ class Jobs:
         the spec."""
         return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
 
+    def start_trained(self, workers: int = 2, **how: Any) -> tuple[Job, Mapping[str, Any]]:
+        """The job and its status once it has copies beyond its second snapshot."""
+        job = self.start(workers, **how)
+        return job, job.wait_trained(13)
+
     def manifest(
         self,
         workers: int = 2,

@@ -25,10 +25,10 @@ something has arrived as well."""
 PARITY = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
 
 
-def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
-    """(attempt, step) once training stands still after step `after` and its last step has reached the
-    holders."""
-    job.wait_trained(after)
+def standing_still(jobs: Jobs, folder: Path, workers: int = 2, **how: Any) -> tuple[Job, int, int]:
+    """A job, its attempt and step once training stands still and its last step has reached the holders."""
+    gate = folder / "gate"
+    job, _ = jobs.start_trained(workers, env={"GATE": str(gate)}, checkpoint=ROOMY, **how)
     gate.touch()
 
     def arrived(status: Mapping[str, Any]) -> bool:
@@ -39,16 +39,14 @@ def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
     status = job.wait("the last step to reach its holders", arrived)
     (step,) = {report.trainer.step for report in job.reports().values()}
     assert step is not None
-    return status["attempt"], step
+    return job, status["attempt"], step
 
 
 @pytest.mark.extended
 def test_lost_node_costs_no_step_that_its_peers_had_heard_of(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY)
-    attempt, step = standing_still(job, gate, after=13)
+    job, attempt, step = standing_still(jobs, tmp_path)
     cluster.faults.kill_node(job.stage.node_of(1))
     recovery = job.wait_recovered(attempt)
     assert recovery["step"] == step
@@ -61,9 +59,7 @@ def test_lost_node_costs_no_step_that_its_peers_had_heard_of(
 def test_killed_process_costs_no_step_that_its_memory_holds(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None)
-    attempt, step = standing_still(job, gate, after=13)
+    job, attempt, step = standing_still(jobs, tmp_path, remote_every=None)
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     recovery = job.wait_recovered(attempt)
     assert recovery["step"] == step
@@ -74,11 +70,8 @@ def test_killed_process_costs_no_step_that_its_memory_holds(
 def test_resume_after_a_step_that_was_given_up_for_it_is_proven_bit_for_bit(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    job = jobs.start(
-        workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None, restore={"proveSteps": 1}
-    )
-    attempt, step = standing_still(job, gate, after=13)
+    prove = {"proveSteps": 1}
+    job, attempt, step = standing_still(jobs, tmp_path, remote_every=None, restore=prove)
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     recovery = job.wait_recovered(attempt)
     assert (recovery["step"], recovery["lostSteps"]) == (step - 1, 1)
@@ -105,9 +98,7 @@ def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluste
 
 @pytest.mark.extended
 def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    job = jobs.start(workers=3, env={"GATE": str(gate)}, checkpoint=ROOMY, tiers=PARITY)
-    attempt, step = standing_still(job, gate, after=13)
+    job, attempt, step = standing_still(jobs, tmp_path, workers=3, tiers=PARITY)
     cluster.faults.kill_node(job.stage.node_of(1))
     recovery = job.wait_recovered(attempt)
     assert recovery["step"] == step
@@ -118,8 +109,7 @@ def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp
 
 @pytest.mark.extended
 def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=3, env={"TAIL": "10000"}, remote_every=None)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=3, env={"TAIL": "10000"}, remote_every=None)
     peer = {"copies": None, "parity": {"data": 2, "parity": 1}}
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"tiers": {"peer": peer}}})
     cluster.faults.drain_pod(job.stage.pod_of(2))
@@ -221,8 +211,7 @@ def at_rest(job: Job, status: Mapping[str, Any]) -> bool:
 
 @pytest.mark.extended
 def test_partitioned_old_worker_keeps_sending_and_nobody_listens(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "100"})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, env={"ALONE": "1", "TAIL": "100"})
     node, uid = job.stage.node_of(1), job.uids()[1]
     cluster.faults.partition_node(node)
     cluster.api.delete(

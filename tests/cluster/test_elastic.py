@@ -166,8 +166,7 @@ def test_spare_takes_the_place_of_a_worker_whose_node_died(jobs: Jobs, cluster: 
 def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2, failurePolicy={"capacityTimeoutSeconds": 2})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, failurePolicy={"capacityTimeoutSeconds": 2})
     lost = job.stage.node_of(1)
     others = [name for name in cluster.nodes if name != lost]
     try:

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.cluster
 def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
     job.wait_condition("Suspended")
     assert job.pods() == []
@@ -49,8 +48,7 @@ def test_deleted_job_leaves_nothing_behind_even_without_an_operator(
 
 @pytest.mark.extended
 def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     assert before["placement"]["tolerates"], "the placement says what may be lost"
     assert before["phase"] == "Running"
     cluster.faults.drain_pod(job.stage.pod_of(1))
@@ -76,8 +74,7 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
 def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_afterwards(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     job.wait_condition("Evictable")
     others = [name for name in cluster.nodes if name != job.stage.node_of(0)]
     try:

@@ -27,8 +27,7 @@ def assert_same_as_undisturbed(job: Job) -> None:
 
 
 def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
@@ -44,8 +43,7 @@ def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, c
 
 @pytest.mark.extended
 def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     uids = job.uids()
     cluster.faults.drain_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
@@ -59,8 +57,7 @@ def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cl
 
 @pytest.mark.extended
 def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     node = job.stage.node_of(1)
     cluster.faults.kill_node(node)
     recovery = job.wait_recovered(before["attempt"])
@@ -72,8 +69,7 @@ def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, c
 
 @pytest.mark.extended
 def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=4)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=4)
     rack = job.stage.rack_of(0)
     cluster.faults.kill_rack(rack)
     recovery = job.wait_recovered(before["attempt"])
@@ -103,8 +99,7 @@ def test_trainer_that_always_fails_ends_the_job_with_its_exit_code(jobs: Jobs) -
 
 
 def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     job.wait_recovering(before["attempt"])
@@ -120,8 +115,7 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
 def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     cluster.faults.kill_operator()
     cluster.faults.drain_pod(job.stage.pod_of(1))
     cluster.faults.kill_container_process(job.stage.pod_of(0))
@@ -162,8 +156,9 @@ def test_hung_worker_is_named_its_stack_is_in_the_log_and_the_job_goes_on_in_pla
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate), "GATE_RANK": "1"}, failurePolicy=FAST_HANG)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(
+        workers=2, env={"GATE": str(gate), "GATE_RANK": "1"}, failurePolicy=FAST_HANG
+    )
     uids = job.uids()
     gate.touch()
     recovery = job.wait_recovered(before["attempt"])
@@ -187,8 +182,7 @@ def test_exit_code_that_a_rule_calls_final_fails_the_job_without_a_restart(jobs:
 @pytest.mark.extended
 def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
     rule = {"name": "flaky", "action": "RestartIgnoringLimit", "onReasons": ["Signalled"]}
-    job = jobs.start(workers=2, failurePolicy={"maxRestarts": 0, "rules": [rule]})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, failurePolicy={"maxRestarts": 0, "rules": [rule]})
     cluster.faults.kill_container_process(job.stage.pod_of(1), number=signal.SIGBUS)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["rule"] == "flaky"
@@ -200,8 +194,7 @@ def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: 
 
 @pytest.mark.extended
 def test_killed_sidecar_starts_again_and_training_never_stops(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, steps=400, pace=0.05)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, steps=400, pace=0.05)
     cluster.faults.kill_container(job.stage.pod_of(1), "tiercheck-sidecar")
     alive = job.wait("its second life", lambda _: _restarts(job.stage.pod_of(1), cluster))
     seen = (alive.get("progress") or {}).get("step", 0)

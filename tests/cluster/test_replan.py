@@ -106,8 +106,7 @@ def test_leader_killed_in_the_middle_of_a_recovery_is_replaced_and_no_attempt_is
     while len(replicas.running) < 2:
         replicas.start()
     leader = replicas.leader()
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     job.wait_recovering(before["attempt"])
@@ -126,8 +125,7 @@ def test_leader_that_was_paused_finds_a_successor_when_it_wakes_up_and_does_no_h
     while len(replicas.running) < 2:
         replicas.start()
     leader = replicas.leader()
-    job = jobs.start(workers=2, env={"TAIL": "40"})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, env={"TAIL": "40"})
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     job.wait_recovering(before["attempt"])

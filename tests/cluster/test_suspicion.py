@@ -45,8 +45,7 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, env={"GATE": str(gate)})
     node = job.stage.node_of(1)
     # ranks whose network is cut wait for each other; the cut of the sidecars' links does not reach theirs
     gate.touch()
@@ -65,8 +64,9 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "60", "GATE": str(gate), "GATE_RANK": "0"})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(
+        workers=2, env={"ALONE": "1", "TAIL": "60", "GATE": str(gate), "GATE_RANK": "0"}
+    )
     node, uid, pod = job.stage.node_of(1), job.uids()[1], job.stage.pod_of(1)
     cluster.faults.cut_links(pod, [job.stage.pod_of(0)], operator=True)
     cluster.faults.partition_node(node)
@@ -123,8 +123,7 @@ def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
 def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     node, uids = job.stage.node_of(1), job.uids()
     cluster.faults.cordon_node(node)
     try:
@@ -146,8 +145,7 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
 
 @pytest.mark.extended
 def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     node = job.stage.node_of(1)
     cluster.faults.taint_node(node, "karpenter.sh/disrupted")
     try:
@@ -189,8 +187,7 @@ def assert_untouched(job: Job, before: Mapping[str, Any], uids: Mapping[int, str
 def test_sidecar_that_is_killed_twice_costs_no_step_and_its_kubelets_wait_is_told(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2, steps=100_000, pace=0.05)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, steps=100_000, pace=0.05)
     uids, pod = job.uids(), job.stage.pod_of(1)
     for lives in (1, 2):
         cluster.wait_for(lambda: sidecar(cluster, pod).get("started"), 60, "the sidecar to have started")
@@ -210,8 +207,7 @@ def test_sidecar_that_is_killed_twice_costs_no_step_and_its_kubelets_wait_is_tol
 
 
 def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, steps=100_000, pace=0.05)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, steps=100_000, pace=0.05)
     uids, worth = job.uids(), _placed(job.status)
     assert worth in ("AllPlaced", "DegradedSpread"), "other tests may have given reason to shun nodes"
     try:
@@ -238,8 +234,7 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
 def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     old = job.uids()
     cluster.faults.hold_starts(SIDECAR)
     try:
@@ -278,8 +273,7 @@ def test_node_whose_processes_are_dead_is_left_although_its_kernel_refuses_and_k
     trusting: tuple[LocalCluster, Jobs],
 ) -> None:
     cluster, jobs = trusting
-    job = jobs.start(workers=2)
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2)
     node = job.stage.node_of(1)
     cluster.faults.kill_node(node)
     recovery = job.wait_recovered(before["attempt"])

@@ -134,8 +134,7 @@ def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_o
 def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2, env={"SWAP": "1"})
-    before = job.wait_trained(13)
+    job, before = jobs.start_trained(workers=2, env={"SWAP": "1"})
     cluster.faults.drain_pod(job.stage.pod_of(1))
     job.wait_recovered(before["attempt"])
     assert_same_as_undisturbed(job)

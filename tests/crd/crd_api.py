@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.local.apiserver import api_client
@@ -18,16 +16,6 @@ CRD = yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text())
 Refused = api_client.Refused
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckjobs"
-
-
-@contextlib.contextmanager
-def refused_with(*parts: str, code: int = 422) -> Iterator[None]:
-    """What happens meanwhile is refused, and these are parts of the answer."""
-    with pytest.raises(Refused) as refused:
-        yield
-    assert refused.value.code == code
-    assert (refused.value.reason == "Invalid") is (code == 422)
-    assert [part for part in parts if part not in refused.value.message] == []
 
 
 class Api:

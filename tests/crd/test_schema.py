@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.crd.crd_api import CRD, ROOT, Api, Refused, refused_with
+from tests.crd.crd_api import CRD, ROOT, Api, Refused
 from tests.crd.jobs import changed, full_status, job
 from tests.lives import Lives
+from tests.local.apiserver.api_client import refused_with
 from tests.operator.attach.test_attach_admission import made_job
 from tiercheck.protocol import names
 from tiercheck_operator.model import conditions

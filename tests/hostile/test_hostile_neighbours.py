@@ -6,18 +6,17 @@ Whatever one team makes the operator keep, it has memory for the others, and its
 from __future__ import annotations
 
 import json
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.jobs import Replica
 from tests.operator.kubelet_words import made_by
 from tests.operator.kubernetes.proxy import adding
 from tests.operator.kubernetes.test_login import BRACKETS
+from tests.operator.test_operator_process import job
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
@@ -28,18 +27,6 @@ JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
 DEADLINE = 90.0
 QUICK = {"TIERCHECK_WATCH_CHECK_SECONDS": "1", "TIERCHECK_WATCH_GRACE_SECONDS": "3"}
 Object = dict[str, Any]
-
-
-def job(name: str, namespace: str = "default", **spec: Any) -> Object:
-    template = {
-        "spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}
-    }
-    return {
-        "apiVersion": "tiercheck.io/v1alpha1",
-        "kind": "TierCheckJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"workers": 2, "template": template, **spec},
-    }
 
 
 def hostile_pod(name: str, job_uid: str, annotation: str = "", **labels: str) -> Object:
@@ -73,14 +60,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield started
 
 
-def page(cluster: LocalCluster, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://{cluster.metrics_address}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-    except OSError as error:
-        return 0, str(error)
+def page(cluster: LocalCluster, path: str) -> str:
+    return Replica("operator", cluster.operator, cluster.metrics_address).page(path)  # type: ignore[arg-type]
 
 
 def pods(cluster: LocalCluster, uid: str, namespace: str = "default") -> list[Object]:
@@ -121,7 +102,7 @@ def test_nothing_of_mine_changes_and_the_operator_stays_well(cluster: LocalClust
     for number, worker in enumerate(("1", "7", "99999999999999999999", "x", "0x1")):
         cluster.apply(hostile_pod(f"worker-{number}", uid, **{"tiercheck.io/worker": worker}))
     claim = {"apiVersion": "batch/v1", "kind": "Job", "name": "x", "uid": uid}
-    claims = job("claims", "claimant", workers=1, attach={"owner": claim, "container": "c"})
+    claims = job("claims", namespace="claimant", workers=1, attach={"owner": claim, "container": "c"})
     del claims["spec"]["template"]
     cluster.apply(claims)
     before = written(pods(cluster, uid, "attacker"))
@@ -129,7 +110,7 @@ def test_nothing_of_mine_changes_and_the_operator_stays_well(cluster: LocalClust
 
     operator = cluster.start_operator(QUICK)
     try:
-        cluster.wait_for(lambda: page(cluster, "/readyz")[0] == 200, DEADLINE, "the operator to be ready")
+        cluster.wait_for(lambda: page(cluster, "/readyz"), DEADLINE, "the operator to be ready")
         assert pods(cluster, uid) == []
         cluster.apply(job("mine", suspend=False))
         cluster.wait_for(lambda: len(pods(cluster, uid)) == 2, DEADLINE, "the pods of the job")
@@ -140,7 +121,7 @@ def test_nothing_of_mine_changes_and_the_operator_stays_well(cluster: LocalClust
         # Longer than an object may go unseen: a watch that choked on one would be called deaf by now.
         checks = compared(cluster)
         cluster.wait_for(lambda: compared(cluster) >= checks + 6, DEADLINE, "six listings of pods")
-        assert page(cluster, "/healthz") == (200, "ok\n")
+        assert page(cluster, "/healthz") == "ok\n"
         assert written(pods(cluster, uid, "attacker")) == before, "neither deleted nor written to"
     finally:
         operator.terminate()
@@ -149,7 +130,7 @@ def test_nothing_of_mine_changes_and_the_operator_stays_well(cluster: LocalClust
 
 def compared(cluster: LocalCluster) -> int:
     """Lists that the operator asked for, by its own count of calls."""
-    lines = page(cluster, "/metrics")[1].splitlines()
+    lines = page(cluster, "/metrics").splitlines()
     wanted = [line for line in lines if "api_request" in line and "_count{" in line and 'verb="GET"' in line]
     return int(sum(float(line.rpartition(" ")[2]) for line in wanted)) // 3
 
@@ -193,7 +174,7 @@ def crowded(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def bomb(number: int, junk: str) -> bytes:
-    raw = job(f"bomb{number}", "hostile", suspend=True)
+    raw = job(f"bomb{number}", namespace="hostile", suspend=True)
     raw["metadata"] |= {"uid": raw["metadata"]["name"], "resourceVersion": "2", "generation": 1}
     return json.dumps(raw).replace('"containers"', f'"junk": {junk}, "containers"', 1).encode()
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.operator.api_model import ApiModel
 from tests.operator.kubelet_words import made_by, pod, up
 from tiercheck.protocol import names
 from tiercheck_operator.app import Operator
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, fill
+from tiercheck_operator.kubernetes.client import ApiFailure, fill
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange
@@ -274,34 +275,23 @@ JOB = parse_job(
 )
 
 
-class Server:
-    """Has one ConfigMap."""
-
-    def __init__(self, owners: list[dict[str, Any]]) -> None:
-        self.found = {"metadata": {"name": "j-placement", "ownerReferences": owners}, "data": {"mine": "yes"}}
-        self.replaced = 0
-
-    async def create(self, path: str, body: dict[str, Any], **names: str) -> dict[str, Any]:
-        raise ApiFailure(409, "exists")
-
-    async def get(self, path: str, **names: str) -> dict[str, Any]:
-        return self.found
-
-    async def replace(self, path: str, body: dict[str, Any], **names: str) -> dict[str, Any]:
-        self.replaced += 1
-        return body
+def having(owner: str) -> ApiModel:
+    """A server with the ConfigMap of that owner."""
+    metadata = {"name": "j-placement", "ownerReferences": [{"uid": owner}]}
+    path = "/api/v1/namespaces/default/configmaps/j-placement"
+    return ApiModel({path: {"metadata": metadata, "data": {"mine": "yes"}}})
 
 
 async def test_placement_of_somebody_else_is_left_as_it_is() -> None:
-    server = Server([{"uid": "another"}])
-    belongings = Belongings(cast(Kube, server))
+    server = having("another")
+    belongings = Belongings(server)
     with pytest.raises(ApiFailure, match="j-placement is not this job's") as refused:
         await belongings.save_placement(JOB, SavedPlacement(1, ()))
     assert refused.value.refused, "said in the job's status"
-    assert (server.replaced, belongings.placement) == (0, None)
+    assert (server.did("PUT"), belongings.placement) == ([], None)
 
 
 async def test_placement_of_the_job_itself_is_written_anew() -> None:
-    server = Server([{"uid": "u"}])
-    await Belongings(cast(Kube, server)).save_placement(JOB, SavedPlacement(1, ()))
-    assert server.replaced == 1
+    server = having("u")
+    await Belongings(server).save_placement(JOB, SavedPlacement(1, ()))
+    assert server.names("PUT") == ["j-placement"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 from tests.images.building import CACHE, TARGETS, Store, build_images, image_name, make_base
-from tests.images.pods import Image, Pod
+from tests.images.pods import Image, Pod, StartPod
 from tiercheck.about import __version__
 from tiercheck_local.addresses import Octet
 
 NEEDED = ("buildah", "debootstrap", "runc", "make", "git")
-
-StartPod = Callable[..., Pod]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

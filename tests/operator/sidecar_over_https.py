@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import web
 
+from tests.access import server_tls
 from tests.operator.sidecar_model import SidecarModel
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names, signing
@@ -113,15 +113,11 @@ def some_report() -> Report:
 
 
 async def serve(sidecar: ServedSidecar, credentials: Credentials, folder: Path) -> web.AppRunner:
-    (folder / "crt").write_bytes(credentials.certificate)
-    (folder / "key").write_bytes(credentials.key)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(folder / "crt", folder / "key")
     app = web.Application()
     app.add_routes([web.get("/v1/report", sidecar.get), web.put("/v1/directive", sidecar.put)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=tls).start()
+    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=server_tls(credentials, folder)).start()
     return runner
 
 

@@ -398,7 +398,7 @@ def test_answer_without_a_usable_date_changes_nothing(text: str | None) -> None:
 
 
 def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
-    world = World().running(0)
+    world = trained(0)
     report = world.sidecars[world.member(0)].report()
     trainer = TrainerReport(
         TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0

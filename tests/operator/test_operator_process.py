@@ -33,14 +33,14 @@ JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckjobs"
 DEADLINE = 90.0
 
 
-def job(name: str, **spec: Any) -> dict[str, Any]:
+def job(name: str, *, namespace: str = "default", **spec: Any) -> dict[str, Any]:
     template = {
         "spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}
     }
     return {
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
-        "metadata": {"name": name, "namespace": "default"},
+        "metadata": {"name": name, "namespace": namespace},
         "spec": {"workers": 2, "template": template, **spec},
     }
 

@@ -97,8 +97,7 @@ async def test_each_pod_is_shown_a_signature_of_its_own_and_gets_that_of_the_att
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = await follow(sidecar, listening)
-    directive = sidecar.model.directive
-    assert directive is not None
+    directive = sidecar.model.told
     await listening.push(uid, dataclasses.replace(directive, number=directive.number + 1))
     public = Ed25519PublicKey.from_public_bytes(CREDENTIALS.operator_public)
     public.verify(bytes.fromhex(sidecar.shown), signing.pod_statement(uid))
@@ -106,9 +105,7 @@ async def test_each_pod_is_shown_a_signature_of_its_own_and_gets_that_of_the_att
 
 
 async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, listening: JobSidecars) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid) == sidecar.report)
+    uid = await follow(sidecar, listening)
     await until(lambda: 30.0 in sidecar.asked)
     sidecar.tell(attempt=9)
     await until(lambda: heard(listening, uid) == sidecar.report)
@@ -144,8 +141,7 @@ async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
     uid = sidecar.report.pod_uid
     sidecar.tell(holdings=HELD)
     listening.want_holdings(False)
-    listening.follow({uid: HOST})
-    await until(lambda: 30.0 in sidecar.asked)
+    await follow(sidecar, listening, polls=True)
     assert sidecar.bare == [True, True]
     sidecar.tell(attempt=8)
     await until(lambda: listening.reports[uid].report == bare(sidecar.report))
@@ -282,12 +278,10 @@ async def test_equal_parts_of_what_is_held_are_one_object() -> None:
 async def test_of_thousands_of_workers_some_second_connections_are_kept(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
     for most, closed in ((1, False), (0, True)):
         listening.follow({})
         with patch("tiercheck_operator.sidecars._MOST_KEPT", most):
-            listening.follow({uid: HOST})
-        await until(lambda: heard(listening, uid))
+            uid = await follow(sidecar, listening)
         await listening.push(uid, a_directive(attempt=2))
         assert (sidecar.connection.lower() == "close") is closed
 
@@ -295,19 +289,15 @@ async def test_of_thousands_of_workers_some_second_connections_are_kept(
 async def test_second_connections_of_all_jobs_together_are_bounded(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({})
     other = JobSidecars("other-uid", CREDENTIALS, lambda: None, lines=listening._lines)
     with patch("tiercheck_operator.sidecars._MOST_KEPT", 1):
         other.follow({"other-pod": "127.0.0.2"})
-        listening.follow({uid: HOST})
-        await until(lambda: heard(listening, uid))
+        uid = await follow(sidecar, listening)
         await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() == "close"
         await other.close()
         listening.follow({})
-        listening.follow({uid: HOST})
-        await until(lambda: heard(listening, uid))
+        await follow(sidecar, listening)
         await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() != "close"
 
@@ -369,21 +359,20 @@ def bare(report: Report) -> Report:
     return dataclasses.replace(report, holdings=(), tells_holdings=False)
 
 
-def a_directive(attempt: int = 1) -> Directive:
+def first_push() -> tuple[World, Push]:
     world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
-    found = next(action.directive for action in world.last.after if isinstance(action, Push))
-    return dataclasses.replace(found, attempt=attempt)
+    world.tick_until(lambda: any(isinstance(action, Push) for action in world.last.after))
+    return world, next(action for action in world.last.after if isinstance(action, Push))
+
+
+def a_directive(attempt: int = 1) -> Directive:
+    return dataclasses.replace(first_push()[1].directive, attempt=attempt)
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
-    push = next(action for action in world.last.after if isinstance(action, Push))
+    world, push = first_push()
     model = world.make_sidecar(push.pod_uid, push.directive.worker)
     model.instance = push.directive.instance
     sidecar.become(model)
@@ -400,9 +389,7 @@ async def test_sidecar_that_stops_answering_is_silent_from_then_on(
 ) -> None:
     served = ServedSidecar()
     runner = await serve(served, CREDENTIALS, tmp_path)
-    uid = served.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    uid = await follow(served, listening)
     await runner.cleanup()
     await until(lambda: listening.reports[uid].silent_since)
     known = listening.reports[uid]
@@ -454,36 +441,35 @@ async def test_what_becomes_of_calls_that_fail_is_known(failure: str) -> None:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-async def test_sidecar_that_answers_as_another_proxy_would_is_named_so(sidecar: ServedSidecar) -> None:
-    async def refuse(_: web.Request) -> web.Response:
-        return web.Response(status=503)
+async def refuse(_: web.Request) -> web.Response:
+    return web.Response(status=503)
 
+
+async def test_sidecar_that_answers_as_another_proxy_would_is_named_so(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
     sidecar.answer = refuse
-    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=5.0)
-    client.follow({"pod": HOST})
-    await until(lambda: client.reports["pod"].failure)
-    assert client.reports["pod"].failure == "answered with 503"
-    await client.close()
+    listening.follow({"pod": HOST})
+    await until(lambda: listening.reports["pod"].failure)
+    assert listening.reports["pod"].failure == "answered with 503"
 
 
 async def test_long_poll_ends_once_a_call_beside_it_has_shown_that_it_waits_in_vain(
-    sidecar: ServedSidecar,
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    async def refuse(_: web.Request) -> web.Response:
-        return web.Response(status=503)
+    uid = await follow(sidecar, listening, polls=True)
+    sidecar.answer = refuse
+    listening.probe(uid)
+    await until(lambda: listening.reports[uid].silent_since)
+    sidecar.answer = None
+    await until(lambda: listening.reports[uid].silent_since is None)
 
-    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, poll_seconds=600.0, call_seconds=5.0)
-    uid = sidecar.report.pod_uid
-    try:
-        client.follow({uid: HOST})
-        await until(lambda: 600.0 in sidecar.asked)
-        sidecar.answer = refuse
-        client.probe(uid)
-        await until(lambda: client.reports[uid].silent_since)
-        sidecar.answer = None
-        await until(lambda: client.reports[uid].silent_since is None)
-    finally:
-        await client.close()
+
+def bound(port: int) -> socket.socket:
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind((HOST, port))
+    return found
 
 
 @pytest.mark.parametrize("first_port", [None, 12470], ids=["usual ports", "ports of its own"])
@@ -493,9 +479,7 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
     port = first_port or names.CONTROL_PORT
     monkeypatch.setattr(sidecars, "_KNOCK", 0.2)
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=0.2)
-    with socket.socket() as listener, contextlib.ExitStack() as callers:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, port))
+    with bound(port) as listener, contextlib.ExitStack() as callers:
         client.follow({"pod": join_address(HOST, first_port)})
         await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
@@ -518,9 +502,7 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
             told.append((known.silent_since, known.host))
 
     client = JobSidecars("job-uid", CREDENTIALS, look, call_seconds=0.5)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, names.CONTROL_PORT))
+    with bound(names.CONTROL_PORT) as listener:
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
         began = time.time()
         client.follow({"pod": HOST})
@@ -534,9 +516,7 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
 async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid, attempt = sidecar.report.pod_uid, sidecar.report.attempt
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    uid, attempt = await follow(sidecar, listening), sidecar.report.attempt
 
     async def hear(**trainer: object) -> float | None:
         sidecar.tell(trainer=dataclasses.replace(sidecar.report.trainer, **trainer))  # type: ignore[arg-type]
@@ -574,15 +554,9 @@ async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
     assert heard(listening, "older-pod") is None
 
 
-async def test_pod_that_is_not_followed_cannot_be_told_anything(
-    sidecar: ServedSidecar, listening: JobSidecars
-) -> None:
-    world = World()
-    while not any(isinstance(action, Push) for action in world.last.after):
-        world.tick()
-    push = next(action for action in world.last.after if isinstance(action, Push))
+async def test_pod_that_is_not_followed_cannot_be_told_anything(listening: JobSidecars) -> None:
     with pytest.raises(SidecarError):
-        await listening.push("nobody", push.directive)
+        await listening.push("nobody", a_directive())
 
 
 @pytest.mark.parametrize("between", TURNS)

@@ -571,12 +571,15 @@ class World:
             if uid not in here and sidecar.trainer.state is TrainerState.RUNNING:
                 sidecar.fail()
 
-    def stop_kubelet(self, name: str) -> None:
-        self.stopped_kubelets.setdefault(name, self.now)
+    def stop_kubelets(self, *names: str) -> None:
+        """Those of these nodes; all of them if none is named."""
+        for name in names or self.nodes:
+            self.stopped_kubelets.setdefault(name, self.now)
 
-    def start_kubelet(self, name: str) -> None:
-        if self.stopped_kubelets.pop(name, None) is not None:
-            self.nodes[name] = replace(self.nodes[name], lost="")
+    def start_kubelets(self, *names: str) -> None:
+        for name in names or self.nodes:
+            if self.stopped_kubelets.pop(name, None) is not None:
+                self.nodes[name] = replace(self.nodes[name], lost="")
 
     def kill_sidecar(self, uid: str) -> None:
         if uid in self.containers:
@@ -850,6 +853,13 @@ class World:
                 return
             self.tick((kills or {}).get(moment))
         raise AssertionError(f"never {what}: {render_record(self.status)}")
+
+    def tick_until(self, condition: Callable[[], object], limit: int = 400) -> None:
+        for _ in range(limit):
+            if condition():
+                return
+            self.tick()
+        raise AssertionError(f"in vain: {render_record(self.status)}")
 
     def starts_until_failed(self) -> list[float]:
         """Tick until the job is given up; when each new attempt began."""

@@ -17,11 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
     from losses import LossReader
-    from report import Report
+    from play import Report
     from stage import Stage
     from testbed.cluster import Testbed
-    from training import Begin, Training
-    from unhurt import UnhurtRun
+    from training import Begin, Training, UnhurtRun
 
 _PATIENCE = 3600
 """Seconds for a test: the run without faults trains every step of the one with faults again."""
@@ -85,7 +84,7 @@ def losses(stage: Stage) -> Iterator[LossReader]:
 
 @pytest.fixture(scope="session")
 def unhurt(stage: Stage, losses: LossReader) -> UnhurtRun:
-    from unhurt import UnhurtRun
+    from training import UnhurtRun
 
     return UnhurtRun(stage.testbed, losses)
 
@@ -129,7 +128,7 @@ def begin(stage: Stage, losses: LossReader) -> Iterator[Begin]:
 
 @pytest.fixture(scope="session")
 def report() -> Iterator[Report]:
-    from report import Report
+    from play import Report
 
     found = Report(Path(os.environ.get("TIERCHECK_REPORT", "real-cluster-report.md")))
     yield found

@@ -10,9 +10,8 @@ from typing import Any
 import boto3
 import yaml
 from testbed.cluster import Testbed
-from testbed.network import CORE, REGISTRY_NAME
+from testbed.network import CORE, REGISTRY_NAME, push_archive
 from testbed.processes import run, wait_for
-from testbed.registry import push_archive
 
 from tests.images.building import TARGETS
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY, Cluster

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 import faults
 import pytest
 from losses import LossReader
-from play import Play, trained_again
-from report import Report, Row
+from play import Play, Report, Row, trained_again
 from stage import REMOTE_EVERY, SYSTEM, TRAINING, Stage, job, leader, wait_until_gone
 from testbed.cluster import Testbed
 from testbed.processes import wait_for
-from training import WORKER, Training
-from unhurt import UnhurtRun
+from training import WORKER, Training, UnhurtRun
 
 from tiercheck_operator.model.conditions import Cause
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 from losses import LossReader
-from play import Play
-from report import Report, Row
+from play import Play, Report, Row
 from stage import SYSTEM, TRAINING, Stage, indexed_job, job, policy, wait_until_gone
 from testbed.processes import wait_for
 from training import Begin, Training

@@ -8,14 +8,12 @@ import zlib
 import faults
 import pytest
 from losses import LossReader
-from play import Play
-from report import Report
+from play import Play, Report
 from stage import SYSTEM, TRAINING, Stage, indexed_job, job, label_nodes, policy, wait_until_gone
 from testbed.cluster import Testbed
 from testbed.node import DEVICE, SYSCTL, Node
 from testbed.processes import wait_for
-from training import WORKER, Begin, Training
-from unhurt import UnhurtRun
+from training import WORKER, Begin, Training, UnhurtRun
 
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause

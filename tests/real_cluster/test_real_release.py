@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from losses import LossReader
-from play import Play
-from report import Report
+from play import Play, Report
 from stage import SYSTEM, TRAINING, Stage, job, wait_until_gone
 from training import Training
 

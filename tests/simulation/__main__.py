@@ -59,12 +59,13 @@ def main() -> int:
 
 def _mutations(most: int, first: int, only: str) -> int:
     from tests.simulation import runs
+    from tests.simulation.mutations import MUTATIONS
 
     missed = 0
     print(
         "| bug | what it does | found after | promise that it broke | seed |\n| --- | --- | --- | --- | --- |"
     )
-    for mutation in runs.MUTATIONS:
+    for mutation in MUTATIONS:
         if only and mutation.name != only:
             continue
         found = runs.find(mutation, most, first)

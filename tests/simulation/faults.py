@@ -62,7 +62,7 @@ def strike(world: Simulation, fault: Fault) -> None:
         case "deaf":
             world.cut.add(frozenset((node, "controller")))
         case "kubelet":
-            world.stop_kubelet(node)
+            world.stop_kubelets(node)
         case "flip":
             flip(world, uid, lambda sealed: sealed[int(fault.amount * len(sealed))])
         case "rot":
@@ -229,7 +229,7 @@ def heal(world: Simulation) -> None:
     for name in list(world.dead_nodes):
         world.revive_node(name)
     for name in list(world.stopped_kubelets):
-        world.start_kubelet(name)
+        world.start_kubelets(name)
     world.nodes = {
         name: replace(node, cordoned=False, schedulable=True) for name, node in world.nodes.items()
     }

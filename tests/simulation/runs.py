@@ -16,8 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation.checker import BOUND, Broken, check
-from tests.simulation.mutations import MUTATIONS, Mutation
+from tests.simulation.checker import Broken, check
+from tests.simulation.mutations import Mutation
 from tests.simulation.plan import plan_of
 from tests.simulation.quick_values import make_values_quick
 from tests.simulation.whole import Entry, Simulation
@@ -168,18 +168,3 @@ def find(mutation: Mutation, most: int, first: int = 0) -> Found:
                 return Found(mutation, seed, tried, promise, time.process_time() - began)
         seed += 1
     return Found(mutation, None, tried, "", time.process_time() - began)
-
-
-__all__ = [
-    "BOUND",
-    "MUTATIONS",
-    "Found",
-    "Outcome",
-    "digest_of",
-    "find",
-    "history_of",
-    "kept_seeds",
-    "run",
-    "run_many",
-    "tell",
-]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.cli.shown import run
+from tests.cli.shown import Ran, run
 from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
@@ -38,6 +38,14 @@ from tiercheck_cli.failure import CannotDo
 ROOT = Path(__file__).parents[3]
 RANKS = ROOT / "tests" / "trainer" / "restore" / "mesh_changes.py"
 WIDE = 1301
+
+
+def export(folder: Path, form: str, to: Path, *more: str) -> Ran:
+    return run("export", "--folder", str(folder), "--format", form, "--to", str(to), *more)
+
+
+def import_(source: Path, form: str, to: Path, *more: str) -> Ran:
+    return run("import", "--from", str(source), "--format", form, "--to", str(to), *more)
 
 
 def model_of_the_run() -> nn.Sequential:
@@ -88,7 +96,7 @@ def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_exported_as_safetensors_the_weights_are_those_that_a_restore_brings(
     sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    ran = run("export", "--folder", str(sharded), "--format", "safetensors", "--to", str(tmp_path / "hf"))
+    ran = export(sharded, "safetensors", tmp_path / "hf")
     assert ran.status == 0, ran.err
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
     equal(load_file(tmp_path / "hf" / "model.safetensors"), restored[0].state_dict())
@@ -99,17 +107,7 @@ def test_large_models_come_in_several_files_with_an_index(
     sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     to = tmp_path / "hf"
-    ran = run(
-        "export",
-        "--folder",
-        str(sharded),
-        "--format",
-        "safetensors",
-        "--shard-size",
-        "160KB",
-        "--to",
-        str(to),
-    )
+    ran = export(sharded, "safetensors", to, "--shard-size", "160KB")
     assert ran.status == 0, ran.err
     index = json.loads((to / "model.safetensors.index.json").read_text())
     found: dict[str, torch.Tensor] = {}
@@ -125,7 +123,7 @@ def test_large_models_come_in_several_files_with_an_index(
 def test_exported_as_dcp_torch_alone_loads_model_and_optimizer(
     sharded: Path, restored: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    ran = run("export", "--folder", str(sharded), "--format", "dcp", "--to", str(tmp_path / "plain"))
+    ran = export(sharded, "dcp", tmp_path / "plain")
     assert ran.status == 0, ran.err
     torch.manual_seed(7)
     model = model_of_the_run()
@@ -149,17 +147,7 @@ def test_what_is_corrupt_is_not_exported(sharded: Path, tmp_path: Path) -> None:
     content = bytearray(slot.read_bytes())
     content[-70_000] ^= 1
     slot.write_bytes(content)
-    ran = run(
-        "export",
-        "--folder",
-        str(copy),
-        "--format",
-        "safetensors",
-        "--prefix",
-        "",
-        "--to",
-        str(tmp_path / "hf"),
-    )
+    ran = export(copy, "safetensors", tmp_path / "hf", "--prefix", "")
     assert ran.status == 1
     assert "is corrupt at byte" in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
@@ -213,9 +201,7 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "list": [torch.ones(2), "text"]}
     with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save(state, 5)
-    ran = run(
-        "export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours")
-    )
+    ran = export(tmp_path / "checkpoints", "dcp", tmp_path / "ours")
     assert ran.status == 0, ran.err
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     ours, theirs = (dcp.FileSystemReader(tmp_path / each).read_metadata() for each in ("ours", "theirs"))
@@ -226,15 +212,7 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     assert loaded["model"]["w"].equal(state["model"]["w"])
     assert (loaded["epoch"], loaded["list"][1]) == (3, "text")
     assert torch.equal(loaded["list"][0], torch.ones(2))
-    ran = run(
-        "export",
-        "--folder",
-        str(tmp_path / "checkpoints"),
-        "--format",
-        "safetensors",
-        "--to",
-        str(tmp_path / "hf"),
-    )
+    ran = export(tmp_path / "checkpoints", "safetensors", tmp_path / "hf")
     assert ran.status == 0, ran.err
     equal(load_file(tmp_path / "hf" / "model.safetensors"), {"w": state["model"]["w"]})
 
@@ -300,9 +278,9 @@ def begun(folder: Path, state: dict[str, Any] | None = None) -> tuple[nn.Module,
 def test_exported_and_imported_as_dcp_a_run_goes_on_where_it_was(
     sharded: Path, restored: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    plain, seeded = str(tmp_path / "plain"), tmp_path / "seeded"
-    assert run("export", "--folder", str(sharded), "--format", "dcp", "--to", plain).status == 0
-    ran = run("import", "--from", plain, "--format", "dcp", "--to", str(seeded), "--step", "40")
+    plain, seeded = tmp_path / "plain", tmp_path / "seeded"
+    assert export(sharded, "dcp", plain).status == 0
+    ran = import_(plain, "dcp", seeded, "--step", "40")
     assert ran.status == 0, ran.err
     assert "weights and optimizer" in ran.err
     position = {"samples": 0}
@@ -324,68 +302,36 @@ def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: P
     save_file(
         {name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors"
     )
-    ran = run(
-        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
-    )
+    ran = import_(tmp_path / "hf", "safetensors", tmp_path / "seeded")
     assert ran.status == 0, ran.err
     position = {"samples": 5}
     model, optimizer, step = begun(tmp_path / "seeded", {"position": position})
     assert (step, position) == (1, {"samples": 5})
     equal(dict(model.state_dict()), dict(weights))
     assert all(not optimizer.state[parameter] for parameter in model.parameters())
-    again = run(
-        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
-    )
+    again = import_(tmp_path / "hf", "safetensors", tmp_path / "seeded")
     assert "holds versions already" in again.err
 
 
 def test_a_remote_tier_is_seeded_and_exported_from(tmp_path: Path) -> None:
     torch.manual_seed(3)
     weights = dict(model_of_the_run().state_dict())
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "shared").mkdir()
-    save_file(weights, tmp_path / "hf" / "model.safetensors")
-    tier = ("--job", "team-a/gpt")
-    words = (
-        "import",
-        "--from",
-        str(tmp_path / "hf"),
-        "--format",
-        "safetensors",
-        "--to",
-        str(tmp_path / "shared"),
-        *tier,
-    )
-    ran = run(*words, "--step", "7")
+    hf, shared, tier = tmp_path / "hf", tmp_path / "shared", ("--job", "team-a/gpt")
+    hf.mkdir()
+    shared.mkdir()
+    save_file(weights, hf / "model.safetensors")
+    ran = import_(hf, "safetensors", shared, *tier, "--step", "7")
     assert ran.status == 0, ran.err
-    assert "holds versions already, up to step 7" in run(*words).err
-    ran = run(
-        "export",
-        "--remote",
-        str(tmp_path / "shared"),
-        *tier,
-        "--format",
-        "safetensors",
-        "--to",
-        str(tmp_path / "again"),
-    )
+    assert "holds versions already, up to step 7" in import_(hf, "safetensors", shared, *tier).err
+    place = ("export", "--remote", str(shared), *tier, "--format", "safetensors", "--to")
+    ran = run(*place, str(tmp_path / "again"))
     assert ran.status == 0, ran.err
     equal(load_file(tmp_path / "again" / "model.safetensors"), weights)
-    artifact = next((tmp_path / "shared").rglob("rank-0.safetensors"))
+    artifact = next(shared.rglob("rank-0.safetensors"))
     content = bytearray(artifact.read_bytes())
     content[-100_000] ^= 1
     artifact.write_bytes(content)
-    ran = run(
-        "export",
-        "--remote",
-        str(tmp_path / "shared"),
-        *tier,
-        "--format",
-        "safetensors",
-        "--to",
-        str(tmp_path / "bad"),
-    )
-    assert "does not match its digest" in ran.err
+    assert "does not match its digest" in run(*place, str(tmp_path / "bad")).err
     assert not (tmp_path / "bad").exists()
 
 
@@ -436,10 +382,9 @@ def test_places_are_named_as_people_know_them() -> None:
 def test_importing_runs_no_code_that_came_along(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     dcp.save({"model": {"w": torch.ones(2), "bad": Malicious(tmp_path / "hacked")}}, checkpoint_id=folder)
-    words = ("import", "--from", str(folder), "--format", "dcp", "--to", str(tmp_path / "seeded"))
-    assert "model.bad cannot be read" in run(*words).err
+    assert "model.bad cannot be read" in import_(folder, "dcp", tmp_path / "seeded").err
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "hacked")))
-    assert "does not belong there" in run(*words).err
+    assert "does not belong there" in import_(folder, "dcp", tmp_path / "seeded").err
     assert not (tmp_path / "hacked").exists()
     assert not (tmp_path / "seeded").exists()
 
@@ -459,10 +404,10 @@ class Crooked:
 )
 def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None:
     (tmp_path / "dcp").mkdir()
-    words = ("import", "--from", str(tmp_path / "dcp"), "--format", "dcp", "--to", str(tmp_path / "seeded"))
     for content in (pickle.dumps(Crooked(state)), b"\x80\x05K\x01.", b"\x80\x05}K\x01R.", b"", b"\xff" * 100):
         (tmp_path / "dcp" / ".metadata").write_bytes(content)
-        assert run(*words).status > 0, "and no traceback"
+        ran = import_(tmp_path / "dcp", "dcp", tmp_path / "seeded")
+        assert ran.status > 0, "and no traceback"
 
 
 @pytest.mark.parametrize(
@@ -486,9 +431,7 @@ def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None
 def test_weights_with_a_header_of_nonsense_are_a_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-    ran = run(
-        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
-    )
+    ran = import_(tmp_path / "hf", "safetensors", tmp_path / "seeded")
     assert (ran.status, "cannot be read" in ran.err) == (1, True)
 
 
@@ -509,7 +452,7 @@ def test_a_record_of_nonsense_is_a_sentence(tmp_path: Path, record: bytes) -> No
     rank.mkdir(parents=True)
     (rank / "000000000005-1.safetensors").write_bytes(bytes(64))
     (rank / "000000000005-1.json").write_bytes(record)
-    ran = run("export", "--folder", str(tmp_path / "saved"), "--format", "dcp", "--to", str(tmp_path / "new"))
+    ran = export(tmp_path / "saved", "dcp", tmp_path / "new")
     assert ran.status == 1
     assert "rank-0-of-1" in ran.err.replace("\n", "")
 
@@ -536,7 +479,7 @@ def test_odd_metadata_ends_an_import_with_a_sentence(tmp_path: Path, odd: Metada
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(odd))
-    ran = run("import", "--from", str(folder), "--format", "dcp", "--to", str(tmp_path / "seeded"))
+    ran = import_(folder, "dcp", tmp_path / "seeded")
     assert ran.status == 1
     assert ran.err.startswith("error: ")
     assert "Traceback" not in ran.err

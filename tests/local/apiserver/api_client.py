@@ -31,6 +31,17 @@ class Refused(Exception):
         self.message = status.get("message", "")
 
 
+@contextmanager
+def refused_with(*parts: str, code: int = 422, reason: str = "") -> Iterator[None]:
+    """What happens meanwhile is refused, and these are parts of the answer."""
+    with pytest.raises(Refused) as refused:
+        yield
+    assert refused.value.code == code
+    assert (refused.value.reason == "Invalid") is (code == 422)
+    assert reason in ("", refused.value.reason)
+    assert [part for part in parts if part not in refused.value.message] == []
+
+
 class Api:
     """One server, as its kubeconfig describes it."""
 

@@ -306,31 +306,18 @@ def test_equal_only_with_every_loss_and_the_digest() -> None:
     verdict = compare(REFERENCE, DIGEST, REFERENCE, DIGEST)
     assert verdict.equal
     assert "bitwise equal" in verdict.sentence
+    missing = compare([REFERENCE[0], REFERENCE[2]], DIGEST, REFERENCE, DIGEST)
+    assert "step 2 was never trained" in missing.sentence
+    for found in (None, Digest(3, "abd")):
+        assert not compare(REFERENCE, found, REFERENCE, DIGEST).equal
+    for steps, digest in ((REFERENCE, DIGEST), ([], None)):
+        assert not compare(steps, digest, [], None).equal, "without a reference"
 
 
 def test_steps_trained_again_must_agree_too() -> None:
     again = [*REFERENCE[:2], *a_run((2, 1, "0x1.8p-1"), (3, 1, "0x1p-2"))]
     verdict = compare(again, DIGEST, REFERENCE, DIGEST)
-    assert not verdict.equal
-    assert verdict.first_difference == 2
-    assert verdict.trained_again == 1
-
-
-def test_a_missing_step_is_no_equality() -> None:
-    assert (
-        "step 2 was never trained"
-        in compare([REFERENCE[0], REFERENCE[2]], DIGEST, REFERENCE, DIGEST).sentence
-    )
-
-
-def test_a_missing_or_other_digest_is_no_equality() -> None:
-    assert not compare(REFERENCE, None, REFERENCE, DIGEST).equal
-    assert not compare(REFERENCE, Digest(3, "abd"), REFERENCE, DIGEST).equal
-
-
-def test_without_a_reference_there_is_no_equality() -> None:
-    assert not compare(REFERENCE, DIGEST, [], None).equal
-    assert not compare([], None, [], None).equal
+    assert (verdict.equal, verdict.first_difference, verdict.trained_again) == (False, 2, 1)
 
 
 def test_the_log_survives_half_lines_noise_and_new_pods(tmp_path: Path) -> None:

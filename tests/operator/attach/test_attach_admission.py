@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.operator.api_model import ApiModel
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
@@ -18,7 +19,7 @@ from tiercheck_operator.attach.injection import Attachment, attached_job, job_na
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
 from tiercheck_operator.attach.webhook import Admission, difference
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
 PLURALS = {
@@ -29,26 +30,17 @@ PLURALS = {
 }
 
 
-class Server(Kube):
-    """Objects by path; counts what it is asked."""
-
-    def __init__(self, *objects: Object) -> None:
-        self.asked: list[str] = []
-        self.failure: ApiFailure | None = None
-        self.objects = {}
-        for each in objects:
-            metadata, plural = each["metadata"], PLURALS.get(each["kind"], names.PLURAL)
-            self.objects[f"/apis/{each['apiVersion']}/namespaces/ml/{plural}/{metadata['name']}"] = each
-
-    async def get(self, path: str, **parts: str) -> dict[str, Any] | None:
-        self.asked.append(path.format(**parts))
-        if self.failure is not None:
-            raise self.failure
-        return self.objects.get(path.format(**parts))
+def having(*objects: Object) -> ApiModel:
+    """An API server with these."""
+    found = {}
+    for each in objects:
+        plural = PLURALS.get(each["kind"], names.PLURAL)
+        found[f"/apis/{each['apiVersion']}/namespaces/ml/{plural}/{each['metadata']['name']}"] = each
+    return ApiModel(found)
 
 
 async def admitted(pod: Object, *objects: Object) -> tuple[Object, str]:
-    new, warning = await Admission(Server(*objects), Config(sidecar_image="sidecar:1")).admit("ml", pod)
+    new, warning = await Admission(having(*objects), Config(sidecar_image="sidecar:1")).admit("ml", pod)
     return dict(new), warning
 
 
@@ -272,22 +264,21 @@ async def test_annotation_names_the_container_that_trains() -> None:
 
 
 async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
-    server = Server()
-    server.failure = ApiFailure(503, "overloaded")
+    server = ApiModel(GET=ApiFailure(503, "overloaded"))
     made, warning = await Admission(server, Config(sidecar_image="sidecar:1")).admit("ml", shapes.job_pod(0))
     assert "could not be read: 503: overloaded" in warning
     assert made["spec"] == shapes.job_pod(0)["spec"]
 
 
 async def test_thousand_pods_of_one_job_cost_three_questions() -> None:
-    server = Server(shapes.job(1000), shapes.POLICY)
+    server = having(shapes.job(1000), shapes.POLICY)
     server.objects["/api/v1/namespaces/kube-system"] = {"metadata": {"uid": "uid-of-the-cluster"}}
     admission = Admission(server, Config(sidecar_image="sidecar:1"), clock=lambda: 0.0)
     server.objects["/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs/job-train"] = made_job(1000)
     for index in range(1000):
         pod, _ = await admission.admit("ml", shapes.job_pod(index))
         assert worker_of(dict(pod)) == str(index)
-    assert len(server.asked) == 3, "the Job, its TierCheckJob, and once what the cluster is known by"
+    assert len(server.calls) == 3, "the Job, its TierCheckJob, and once what the cluster is known by"
 
 
 def made_job(workers: int = 4, **spec: Any) -> Object:
@@ -331,7 +322,7 @@ async def test_node_memory_is_the_owners_own_folder_whether_the_job_exists_or_no
 async def test_operators_settings_for_images_hold_for_attached_pods_too() -> None:
     image = "r.example.com/sidecar:1"
     config = Config(sidecar_image=image, sidecar_pull_policy="Always", sidecar_pull_secrets=("registry",))
-    server = Server(shapes.job(), shapes.POLICY)
+    server = having(shapes.job(), shapes.POLICY)
     made, _ = await Admission(server, config).admit("ml", shapes.job_pod(0))
     assert container_of(dict(made), names.SIDECAR_CONTAINER)["imagePullPolicy"] == "Always"
     assert made["spec"]["imagePullSecrets"] == [{"name": "registry"}]

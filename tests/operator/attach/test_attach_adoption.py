@@ -6,48 +6,22 @@ Pods that were left out are found.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from msgspec.json import Decoder
 
+from tests.operator.api_model import ApiModel
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
-from tests.operator.attach.test_attach_admission import Server, admitted, made_job
+from tests.operator.attach.test_attach_admission import admitted, having, made_job
 from tiercheck.protocol import names
 from tiercheck_operator.attach.adoption import Adoption, LeftOut
-from tiercheck_operator.kubernetes.client import ApiFailure, ObjectMetadata
+from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod
 
 JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs"
-
-
-class Recording(Server):
-    """Remembers what is created, tells it, and refuses what is there already."""
-
-    def __init__(self, *objects: Object) -> None:
-        super().__init__(*objects)
-        self.created: list[tuple[str, Mapping[str, Any]]] = []
-        self.happened = asyncio.Event()
-
-    async def create(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
-        path = path.format(**parts)
-        self.happened.set()
-        if f"{path}/{body['metadata'].get('name')}" in self.objects:
-            raise ApiFailure(409, "exists")
-        self.created.append((path, body))
-        return dict(body)
-
-    async def list_metadata(self, path: str, query: str) -> AsyncIterator[list[ObjectMetadata]]:
-        assert "status.phase!=Succeeded" in query, "what has ended needs nothing"
-        text = json.dumps([entry["metadata"] for entry in self.objects[path]["items"]])
-        yield Decoder(list[ObjectMetadata]).decode(text)
-
-    def events(self) -> list[Mapping[str, Any]]:
-        return [body for path, body in self.created if path.endswith("/events")]
 
 
 async def seen_pod() -> PodView:
@@ -58,7 +32,7 @@ async def seen_pod() -> PodView:
     return pod
 
 
-async def adopted(server: Recording, has_job: Callable[[str, str], bool] = lambda *_: False) -> None:
+async def adopted(server: ApiModel, has_job: Callable[[str, str], bool] = lambda *_: False) -> None:
     """Until something was created, or tried in vain."""
     pod = await seen_pod()
     adoption = Adoption(server, has_job, lambda *_: [pod])
@@ -66,29 +40,29 @@ async def adopted(server: Recording, has_job: Callable[[str, str], bool] = lambd
     adoption.pod_seen(pod)
     try:
         async with asyncio.timeout(30):
-            await server.happened.wait()
+            await server.written.wait()
     finally:
         await adoption.stop()
 
 
 async def test_owner_of_an_attached_pod_gets_its_job_once() -> None:
-    server = Recording(shapes.job(), shapes.POLICY)
+    server = having(shapes.job(), shapes.POLICY)
     await adopted(server)
-    ((path, job),) = server.created
-    assert path == JOBS
+    ((path, job),) = ((call.path, call.body) for call in server.did("POST"))
+    assert path == f"{JOBS}/job-train"
     assert job["metadata"]["name"] == "job-train"
     assert (job["spec"]["workers"], job["spec"]["attach"]["owner"]["uid"]) == (4, "job-uid")
     assert job["spec"]["failurePolicy"] == {"maxRestarts": 3}
 
 
 async def test_owner_that_has_its_job_is_left_alone() -> None:
-    server = Recording(shapes.job(), shapes.POLICY)
+    server = having(shapes.job(), shapes.POLICY)
     pod = await seen_pod()
     adoption = Adoption(server, lambda _, uid: uid == "job-uid", lambda *_: [pod])
     adoption.pod_seen(pod)
     await asyncio.sleep(0)
     await adoption.stop()
-    assert server.asked == []
+    assert server.calls == []
 
 
 @pytest.mark.parametrize(
@@ -104,17 +78,17 @@ async def test_owner_that_has_its_job_is_left_alone() -> None:
     ids=["no owner", "another owner", "no policy"],
 )
 async def test_annotation_alone_makes_no_job(objects: list[Object], said: str) -> None:
-    server = Recording(*objects)
+    server = having(*objects)
     await adopted(server)
-    (event,) = server.events()
-    assert len(server.created) == 1
+    (event,) = server.events
+    assert len(server.did("POST")) == 1
     assert event["reason"] == "NotAttached"
     assert event["involvedObject"]["name"] == "train"
     assert said in event["message"]
 
 
 async def test_job_of_the_same_name_that_is_somebodys_own_is_not_touched() -> None:
-    server = Recording(shapes.job(), shapes.POLICY)
+    server = having(shapes.job(), shapes.POLICY)
     theirs = made_job()
     theirs["spec"]["attach"]["owner"]["uid"] = "another"
     server.objects[f"{JOBS}/job-train"] = theirs
@@ -123,12 +97,12 @@ async def test_job_of_the_same_name_that_is_somebodys_own_is_not_touched() -> No
     adoption.pod_seen(pod)
     try:
         async with asyncio.timeout(30):
-            while not server.created:
-                server.happened.clear()
-                await server.happened.wait()
+            while not server.events:
+                server.written.clear()
+                await server.written.wait()
     finally:
         await adoption.stop()
-    (event,) = server.events()
+    (event,) = server.events
     assert "job-train belongs to another owner" in event["message"]
 
 
@@ -152,46 +126,43 @@ def left_out(**changes: Any) -> Object:
 async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_waits_for_it(
     pod: Object, has_job: bool, goes: bool
 ) -> None:
-    server = Recording()
+    server = having()
     server.objects["/api/v1/pods"] = {"items": [pod]}
     waited_for = ("ml", "job-uid")
     looked = LeftOut(server, (), 15.0, lambda *owner: has_job and owner == waited_for)
     for _ in range(3):
         await looked.look()
-    evictions = [body for path, body in server.created if path.endswith("/pods/train-1-x/eviction")]
+    assert all("status.phase!=Succeeded" in call.query for call in server.did("GET")), (
+        "what ended needs nothing"
+    )
+    evictions = server.did("EVICT")
     assert bool(evictions) is goes
-    assert all(body["deleteOptions"]["preconditions"] == {"uid": "left-uid"} for body in evictions)
-    assert len(server.events()) == 1, "once, however often it is seen"
+    assert {call.name for call in evictions} <= {"train-1-x"}
+    assert all(each.body["deleteOptions"]["preconditions"] == {"uid": "left-uid"} for each in evictions)
+    assert len(server.events) == 1, "once, however often it is seen"
 
 
 async def test_pod_that_its_disruption_budget_keeps_is_told_of_once_and_tried_again_after_minutes() -> None:
-    class Kept(Recording):
-        async def create(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
-            made = await super().create(path, body, **parts)
-            if path.endswith("/eviction"):
-                raise ApiFailure(429, "it would violate the pod's disruption budget", 10.0, considered=True)
-            return made
-
-    server, now = Kept(), 0.0
+    kept = ApiFailure(429, "it would violate the pod's disruption budget", 10.0, considered=True)
+    server, now = ApiModel(EVICT=kept), 0.0
     server.objects["/api/v1/pods"] = {"items": [left_out()]}
     looked = LeftOut(server, (), 15.0, lambda *_: True, clock=lambda: now)
     for _ in range(10):
         await looked.look()
         now += 20
-    tried = [path for path, _ in server.created if path.endswith("/eviction")]
-    assert len(tried) == 1
-    assert [("disruption budget" in event["message"]) for event in server.events()] == [False, True]
+    assert len(server.did("EVICT")) == 1
+    assert [("disruption budget" in event["message"]) for event in server.events] == [False, True]
     now += 300
     await looked.look()
-    assert len([path for path, _ in server.created if path.endswith("/eviction")]) == 2
-    assert len(server.events()) == 2
+    assert len(server.did("EVICT")) == 2
+    assert len(server.events) == 2
 
 
 async def test_five_thousand_pods_of_one_team_are_no_flood_of_calls_and_keep_no_others_waiting() -> None:
-    server = Recording()
+    server = having()
     many = [left_out(uid=f"u{n}", name=f"p{n}", namespace="many") for n in range(5000)]
     server.objects["/api/v1/pods"] = {"items": [*many, left_out(namespace="few")]}
     looked = LeftOut(server, (), 15.0, lambda *_: False)
     for look in range(1, 4):
         await looked.look()
-        assert len(server.events()) == 20 * look + 1
+        assert len(server.events) == 20 * look + 1

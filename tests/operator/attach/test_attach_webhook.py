@@ -9,7 +9,7 @@ import datetime
 import gzip
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.access import server_tls
+from tests.operator.api_model import ApiModel
 from tests.operator.attach import attach_shapes as shapes
-from tests.operator.attach.test_attach_admission import Server
+from tests.operator.attach.test_attach_admission import having
 from tests.operator.sidecar_over_https import until_turn
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
@@ -37,68 +39,36 @@ SECRET = "/api/v1/namespaces/tiercheck-system/secrets/tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/attach"
 
 
-class Conflict(ApiFailure):
-    def __init__(self) -> None:
-        super().__init__(409, "somebody was faster")
+def having_hook(*objects: shapes.Object) -> ApiModel:
+    """An API server with the webhook's configuration, and with these."""
+    cluster = having(*objects)
+    hook = {"name": "attach.tiercheck.io", "clientConfig": {"url": "https://x"}, "failurePolicy": "Ignore"}
+    cluster.put(CONFIGURATION, {"metadata": {}, "webhooks": [hook]})
+    return cluster
 
 
-class Cluster(Server):
-    """With a Secret and a webhook configuration that are versioned as by an API server."""
-
-    def __init__(self, *objects: shapes.Object) -> None:
-        super().__init__(*objects)
-        self.versions = 1
-        hook = {
-            "name": "attach.tiercheck.io",
-            "clientConfig": {"url": "https://x"},
-            "failurePolicy": "Ignore",
-        }
-        self.objects[CONFIGURATION] = {"metadata": {"resourceVersion": "1"}, "webhooks": [hook]}
-
-    async def get(self, path: str, **parts: str) -> dict[str, Any] | None:
-        found = await super().get(path, **parts)
-        return None if found is None else json.loads(json.dumps(found))
-
-    async def create(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
-        key = f"{path.format(**parts)}/{body['metadata']['name']}"
-        if key in self.objects:
-            raise Conflict
-        return self._put(key, body)
-
-    async def replace(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
-        key = path.format(**parts)
-        if body["metadata"]["resourceVersion"] != self.objects[key]["metadata"]["resourceVersion"]:
-            raise Conflict
-        return self._put(key, body)
-
-    def _put(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        self.versions += 1
-        self.objects[key] = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.versions)}}
-        return self.objects[key]
-
-    @property
-    def authorities(self) -> bytes:
-        return base64.b64decode(self.objects[CONFIGURATION]["webhooks"][0]["clientConfig"]["caBundle"])
+def authorities(cluster: ApiModel) -> bytes:
+    return base64.b64decode(cluster.objects[CONFIGURATION]["webhooks"][0]["clientConfig"]["caBundle"])
 
 
 def trust(
-    cluster: Cluster, *hosts: str, issuer: str = "", deployment: tuple[str, str] | None = None
+    cluster: ApiModel, *hosts: str, issuer: str = "", deployment: tuple[str, str] | None = None
 ) -> Trust:
     secret, known_by = ("tiercheck-system", "tls"), hosts or ("127.0.0.1",)
     return Trust(cluster, WebhookConfig("", 0, secret, "attach", known_by, issuer), deployment)
 
 
 async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> None:
-    cluster = Cluster()
+    cluster = having_hook()
     first, announced = await trust(cluster).establish(NOW)
     assert not announced
-    assert cluster.authorities == first.ca
+    assert authorities(cluster) == first.ca
     assert await trust(cluster).establish(NOW) == (first, True)
 
 
 async def test_certificate_belongs_to_the_operators_deployment_and_still_does_when_it_was_renewed() -> None:
     """So Kubernetes removes it when the operator is uninstalled."""
-    cluster = Cluster()
+    cluster = having_hook()
     deployment = DEPLOYMENT.format(namespace="tiercheck-system", name="op")
     cluster.objects[deployment] = {"metadata": {"name": "op", "uid": "u-7"}}
     of_it = trust(cluster, "a", deployment=("tiercheck-system", "op"))
@@ -109,21 +79,21 @@ async def test_certificate_belongs_to_the_operators_deployment_and_still_does_wh
 
 
 async def test_certificate_of_another_issuer_is_awaited_announced_and_never_written() -> None:
-    cluster = Cluster()
+    cluster = having_hook()
     given = trust(cluster, "a", issuer="cert-manager")
     with pytest.raises(ApiFailure, match="cert-manager has not made the Secret tiercheck-system/tls yet"):
         await given.establish(NOW)
     old, _ = await trust(cluster).establish(NOW)
-    versions = cluster.versions
+    versions = cluster.version
     assert await given.establish(NOW + 89 * DAY) == (old, True)
-    assert cluster.versions == versions
+    assert cluster.version == versions
 
 
 async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:
-    cluster = Cluster()
+    cluster = having_hook()
 
     async def begin() -> KeyPair | None:
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(ApiFailure):
             return (await trust(cluster).establish(NOW))[0]
         return None
 
@@ -131,11 +101,11 @@ async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:
     one, two = await begin(), await begin()
     assert one == two
     assert one is not None
-    assert cluster.authorities == one.ca
+    assert authorities(cluster) == one.ca
 
 
 async def test_renewed_certificate_is_shown_only_when_its_authority_was_announced() -> None:
-    cluster = Cluster()
+    cluster = having_hook()
     old, _ = await trust(cluster).establish(NOW)
     for days in (1, 59):
         assert await trust(cluster).establish(NOW + days * DAY) == (old, True), (
@@ -144,7 +114,7 @@ async def test_renewed_certificate_is_shown_only_when_its_authority_was_announce
     new, announced = await trust(cluster).establish(NOW + 61 * DAY)
     assert new.certificate != old.certificate
     assert not announced, "the API server may not have heard of it"
-    assert old.ca in cluster.authorities, "replicas that still show the old certificate are trusted"
+    assert old.ca in authorities(cluster), "replicas that still show the old certificate are trusted"
     assert await trust(cluster).establish(NOW + 61 * DAY) == (new, True)
     third, _ = await trust(cluster).establish(NOW + 130 * DAY)
     assert third.ca.count(b"BEGIN CERTIFICATE") == 2, "no authority is kept for ever"
@@ -158,8 +128,8 @@ def test_certificate_for_other_names_or_none_at_all_is_made_anew() -> None:
     assert renew_when_due(KeyPair(b"", b"nonsense", b""), ["a.ns.svc"], NOW) is not None
 
 
-async def asked(cluster: Cluster, port: int, body: object) -> tuple[int, Any]:
-    context = ssl.create_default_context(cadata=cluster.authorities.decode())
+async def asked(cluster: ApiModel, port: int, body: object) -> tuple[int, Any]:
+    context = ssl.create_default_context(cadata=authorities(cluster).decode())
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"https://127.0.0.1:{port}{PATH}?timeout=5s", json=body, ssl=context) as response,
@@ -173,7 +143,7 @@ def review(pod: shapes.Object) -> shapes.Object:
 
 
 @contextlib.asynccontextmanager
-async def answering(cluster: Cluster) -> AsyncIterator[int]:
+async def answering(cluster: ApiModel) -> AsyncIterator[int]:
     """The port of a webhook that answers."""
     (port,) = free_ports(1)
     webhook = Webhook(
@@ -189,7 +159,7 @@ async def answering(cluster: Cluster) -> AsyncIterator[int]:
 
 
 async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify() -> None:
-    cluster = Cluster(shapes.job(), shapes.POLICY)
+    cluster = having_hook(shapes.job(), shapes.POLICY)
     async with answering(cluster) as port:
         pod = shapes.job_pod(2)
         status, answer = await asked(cluster, port, review(pod))
@@ -222,9 +192,9 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
 
 
 async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_not_there() -> None:
-    cluster = Cluster()
+    cluster = having_hook()
     async with answering(cluster) as port:
-        context = ssl.create_default_context(cadata=cluster.authorities.decode())
+        context = ssl.create_default_context(cadata=authorities(cluster).decode())
         async with aiohttp.ClientSession(f"https://127.0.0.1:{port}") as session:
 
             async def status(method: str, path: str, body: bytes) -> int:
@@ -254,16 +224,12 @@ class House:
 
     def __init__(self, folder: Path, patience: float) -> None:
         pair = issue_pair("x", ["127.0.0.1"], datetime.timedelta(days=1))
-        (folder / "crt").write_bytes(pair.certificate)
-        (folder / "key").write_bytes(pair.key)
-        self._server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._server.load_cert_chain(folder / "crt", folder / "key")
         self._client = ssl.create_default_context(cadata=pair.ca.decode())
         (self.port,) = free_ports(1)
         self.heard: list[int] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.doors = Doors(self._server, self._handle, patience)
+        self.doors = Doors(server_tls(pair, folder), self._handle, patience)
 
     async def _handle(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         self.heard.append(len(body))

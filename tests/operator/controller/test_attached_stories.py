@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.kubelet_words import made_by
 from tests.operator.world_in_memory import REMOTE, TEMPLATE, World, make_spec, trained
 from tiercheck.protocol import names
@@ -36,8 +37,7 @@ class AttachedWorld(World):
         self.exit_codes: list[int] = []
 
     def finished(self, uid: str) -> None:
-        directive = self.sidecars[uid].directive
-        assert directive is not None
+        directive = self.sidecars[uid].told
         self.exit_codes.append(directive.exit_code)
         super().finished(uid)
         if directive.exit_code:
@@ -103,8 +103,7 @@ def test_pods_that_the_owner_makes_where_one_fell_silent_are_left_alone_there() 
     there = {uid for uid, pod in world.pods.items() if pod.node == node}
     world.liked = node
     world.cut_off(node)
-    while not world.deleted:
-        world.tick()
+    world.tick_until(lambda: world.deleted)
     world.cut = set()
     world.until("Running", attempt=2)
     assert lost in there
@@ -346,28 +345,6 @@ def test_gang_of_a_suspended_job_is_made_anew_because_its_size_may_change() -> N
     assert world.have_gang
 
 
-class PodGroups:
-    """An API server that knows of pod groups, or does not."""
-
-    def __init__(self, failure: ApiFailure | None = None, known: dict[str, Any] | None = None) -> None:
-        self.failure, self.known = failure, known
-
-    async def create(self, path: str, body: dict[str, Any], **names: str) -> dict[str, Any]:
-        if self.failure is not None:
-            raise self.failure
-        if self.known is not None:
-            raise ApiFailure(409, "exists")
-        self.known = dict(body)
-        return self.known
-
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        return self.known
-
-    async def delete(self, path: str, options: dict[str, Any], **names: str) -> bool:
-        self.known = None
-        return True
-
-
 @pytest.mark.parametrize(
     ("failure", "said"),
     [(ApiFailure(404, "not found"), "does not serve podgroups.scheduling.volcano.sh/v1beta1"),
@@ -376,7 +353,7 @@ class PodGroups:
 async def test_why_there_is_no_gang_is_told_with_what_to_do(failure: ApiFailure, said: str) -> None:
     raw = queued_job()
     raw["spec"]["gang"] = {"scheduler": "Volcano"}
-    belongings = Belongings(PodGroups(failure))  # type: ignore[arg-type]
+    belongings = Belongings(ApiModel(POST=failure))
     await belongings.ensure_gang(parse_job(raw))
     assert not belongings.have_gang
     assert said in belongings.gang_problem
@@ -387,15 +364,15 @@ async def test_gang_of_another_size_is_made_anew_and_a_strangers_is_left_alone()
     raw["spec"]["gang"] = {"scheduler": "Volcano"}
     job = parse_job(raw)
     small = build_gang(replace(job, spec=replace(job.spec, workers=2)))
-    server = PodGroups(known=small)
-    belongings = Belongings(server)  # type: ignore[arg-type]
+    path = f"{GANGS['Volcano'].path.format(namespace='ns')}/j"
+    server = ApiModel({path: small})
+    belongings = Belongings(server)
     await belongings.ensure_gang(job)
     await belongings.ensure_gang(job)
     assert belongings.have_gang
-    assert server.known is not None
-    assert server.known["spec"]["minMember"] == 4
-    strange = PodGroups(known={"metadata": {"name": "j"}, "spec": {}})
-    belongings = Belongings(strange)  # type: ignore[arg-type]
+    assert server.objects[path]["spec"]["minMember"] == 4
+    server = ApiModel({path: {"metadata": {"name": "j"}, "spec": {}}})
+    belongings = Belongings(server)
     await belongings.ensure_gang(job)
     assert "not this job's" in belongings.gang_problem
-    assert strange.known is not None
+    assert path in server.objects

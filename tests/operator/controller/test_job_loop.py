@@ -12,8 +12,9 @@ from typing import Any, cast
 import kopf
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
-from tests.operator.world_in_memory import TEMPLATE, World
+from tests.operator.world_in_memory import TEMPLATE, trained
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
@@ -26,46 +27,37 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 
+PATH = JOBS.format(namespace="default") + "/j"
 
-class StandIn:
-    """An API server in place of the client: has at most one job and whatever was made for it, and counts."""
+
+class StandIn(ApiModel):
+    """A server that has at most this job, and whatever is made for it."""
 
     def __init__(self, job: dict[str, Any] | None) -> None:
-        self.job = job
-        self.asked: list[str] = []
-        self.made: list[str] = []
+        super().__init__(job and {PATH: job})
         self.away = 0
         """Times that the job cannot be read."""
         self.pod_made: Callable[[], object] = lambda: None
 
     @property
-    def pods_made(self) -> int:
-        return sum("/pods" in path for path in self.made)
+    def job(self) -> Any:
+        return self.objects.get(PATH)
 
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        self.asked.append(path)
-        if path != JOBS + "/{name}":
-            return None
-        if self.away:
+    @property
+    def pods_made(self) -> int:
+        return sum("/pods/" in call.path for call in self.did("POST"))
+
+    def call(self, method: str, path: str, body: Any = None, accept: str = "") -> dict[str, Any]:
+        if self.away and (method, path) == ("GET", PATH):
             self.away -= 1
             raise ApiFailure(0, "the API server does not answer")
-        return copy.deepcopy(self.job)
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.made.append(path)
-        if "/pods" in path:
+        made = super().call(method, path, body, accept)
+        if method == "POST" and "/pods" in path:
             self.pod_made()
-        return dict(body)
+        return made
 
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        if self.job is None:
-            raise ApiFailure(404, 'tiercheckjobs.tiercheck.io "j" not found')
-        metadata = self.job["metadata"]
-        if body["metadata"]["uid"] != metadata["uid"]:
-            raise ApiFailure(409, "the UID in the precondition is another one")
-        metadata["resourceVersion"] = str(int(metadata["resourceVersion"]) + 1)
-        self.job["status"] = {**self.job.get("status", {}), **body["status"]}
-        return copy.deepcopy(self.job)
+    def replace_job(self, job: dict[str, Any] | None) -> None:
+        self.objects = {PATH: job} if job else {}
 
 
 class Silent:
@@ -87,10 +79,10 @@ class Silent:
 
 
 def surroundings(
-    kube: object, pods: Iterable[PodView] = (), gone: Callable[[str], object] = lambda uid: None
+    kube: Kube, pods: Iterable[PodView] = (), gone: Callable[[str], object] = lambda uid: None
 ) -> Surroundings:
     return Surroundings(
-        lambda *_: pods, dict, cast(Kube, kube), Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
+        lambda *_: pods, dict, kube, Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
     )
 
 
@@ -122,14 +114,14 @@ def finished_job() -> dict[str, Any]:
 @pytest.mark.parametrize(("phase", "asks"), [("Succeeded", False), ("Running", True)])
 async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str, asks: bool) -> None:
     kube = StandIn(finished_job())
-    world = World().running(0)
+    world = trained(0)
     pod: PodView = replace(next(iter(world.pods.values())), phase=phase, job_uid="u")
     loop = JobLoop(finished_job(), surroundings(kube, [pod]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_observe", _stop)
         with pytest.raises(_Seen):
             await loop._reconcile()
-    assert bool(kube.asked) is asks
+    assert bool(kube.calls) is asks
 
 
 @pytest.mark.parametrize(("others", "seconds"), [(0, 1.0), (49, 1.0), (499, 10.0)])
@@ -159,7 +151,7 @@ async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_to
     raw = new_job()
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job"}
     raw["spec"] |= {"attach": {"owner": owner, "container": "train"}}
-    world = World().running(0)
+    world = trained(0)
     pod: PodView = replace(next(iter(world.pods.values())), attached=json.dumps({"container": "train"}))
 
     async def read(job: object) -> int:
@@ -182,7 +174,7 @@ async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:
     seen: list[str] = []
     kube = StandIn(finished_job())
     loop = JobLoop(new_job(), surroundings(kube, gone=lambda uid: seen.append(event.get())))
-    kube.job = None
+    kube.replace_job(None)
     event.set("the whole job")
     loop.start()
     await until_turn(lambda: seen)
@@ -215,7 +207,7 @@ async def test_job_that_the_api_server_does_not_have_is_forgotten_whatever_the_w
     namesake: dict[str, Any] | None,
 ) -> None:
     kube, forgotten = StandIn(new_job()), list[str]()
-    kube.pod_made = lambda: setattr(kube, "job", namesake)
+    kube.pod_made = lambda: kube.replace_job(namesake)
     around = surroundings(kube, gone=forgotten.append)
     around.metrics.job_seen(parse_job(new_job()))
     loop = JobLoop(new_job(), around)
@@ -232,7 +224,8 @@ async def test_after_a_404_nothing_is_made_until_the_job_was_found() -> None:
     kube = StandIn(new_job())
 
     def gone_for_a_while() -> None:
-        kube.job, kube.away = None, 5
+        kube.replace_job(None)
+        kube.away = 5
         kube.pod_made = lambda: found.append(kube.away)
 
     kube.pod_made = gone_for_a_while
@@ -240,7 +233,7 @@ async def test_after_a_404_nothing_is_made_until_the_job_was_found() -> None:
     loop = JobLoop(new_job(), surroundings(kube))
     loop.start()
     await until_turn(lambda: kube.away in (1, 2))
-    kube.job = new_job()
+    kube.replace_job(new_job())
     await until_turn(lambda: bool(found))
     assert set(found) == {0}
     await ends(loop.stop())
@@ -250,11 +243,10 @@ async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_els
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class NoMaps(StandIn):
-        async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-            found = await super().create(path, body, **names)
+        def call(self, method: str, path: str, body: Any = None, accept: str = "") -> dict[str, Any]:
             if path.endswith("/configmaps"):
                 raise ApiFailure(403, "exceeded quota: configmaps")
-            return found
+            return super().call(method, path, body, accept)
 
     def begin(obs: Observation) -> Decision:
         before = (SavePlacement(SavedPlacement(1, ())), CreatePod(0, 0, ()), EnsureService())
@@ -266,9 +258,8 @@ async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_els
     for _ in range(3):
         with pytest.raises(ApiFailure, match="configmaps"):
             await loop._reconcile()
-        assert kube.job is not None
         assert not kube.job["status"].get("attempt")
-    assert (kube.pods_made, sum("/services" in path for path in kube.made)) == (3, 3)
+    assert (kube.pods_made, sum("/services/" in call.path for call in kube.did("POST"))) == (3, 3)
 
 
 async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_it_says_so() -> None:
@@ -278,16 +269,16 @@ async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_
     kube = StandIn(job)
     first = JobLoop(copy.deepcopy(job), surroundings(kube))
     await first._reconcile()
-    assert kube.asked, "until then it is not known what it owns"
-    kube.asked.clear()
-    again = JobLoop(copy.deepcopy(kube.job or {}), surroundings(kube))
+    assert kube.calls, "until then it is not known what it owns"
+    kube.calls.clear()
+    again = JobLoop(copy.deepcopy(kube.job), surroundings(kube))
     for _ in range(3):
         await again._reconcile()
         again._known = False  # as after a quiet while
-    assert not kube.asked
+    assert not kube.calls
     again.changed({**again._raw, "spec": {**job["spec"], "suspend": False}})
     await again._reconcile()
-    assert kube.asked
+    assert kube.calls
 
 
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
@@ -295,7 +286,7 @@ async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
     loop = JobLoop(new_job(), surroundings(kube, gone=forgotten.append))
     loop.start()
     await until_turn(lambda: bool(forgotten) and loop.dead)
-    assert not kube.made
+    assert not kube.did("POST")
 
 
 def knowing_operator(kube: StandIn, monkeypatch: pytest.MonkeyPatch) -> Operator:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.controller.test_job_loop import Silent, StandIn, new_job, surroundings
 from tests.operator.kubelet_words import made_by
-from tests.operator.world_in_memory import START, TEMPLATE, World, make_spec
+from tests.operator.world_in_memory import START, TEMPLATE, World, make_spec, trained
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor, RefusalMemory
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService
@@ -24,47 +25,34 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_pod
 
 
-class Refusing:
-    """A server without room: it counts what it is asked and refuses every pod."""
-
-    def __init__(self, status: int = 403) -> None:
-        self.status = status
-        self.created: list[str] = []
-        self.deleted: list[str] = []
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.created.append(body["metadata"]["name"])
-        raise ApiFailure(self.status, "exceeded quota: gpus")
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        self.deleted.append(names["name"])
-        return True
+def refusing(status: int = 403) -> ApiModel:
+    """A server without room."""
+    return ApiModel(POST=ApiFailure(status, "exceeded quota: gpus"))
 
 
-def executor(server: object) -> Executor:
-    kube = cast(Kube, server)
-    return Executor(kube, Config(), Belongings(kube))
+def executor(server: ApiModel) -> Executor:
+    return Executor(server, Config(), Belongings(server))
 
 
 async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> None:
-    server = Refusing()
+    server = refusing()
     actions = [
         *(CreatePod(worker, 0, ()) for worker in range(500)),
         DeletePod("old", "u", force=False, why="pod old: it is lost"),
     ]
     failures = await executor(server).run(World().observe().job, actions, None)
-    assert len(server.created) < 50
+    assert len(server.names("POST")) < 50
     assert {action.worker for action, _ in failures if isinstance(action, CreatePod)} == {*range(500)}
     assert {str(error) for _, error in failures} == {"403: exceeded quota: gpus"}
-    assert server.deleted == ["old"]
+    assert server.names("DELETE") == ["old"]
 
 
 async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -> None:
-    server = Refusing(status=503)
+    server = refusing(503)
     await executor(server).run(
         World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None
     )
-    assert len(server.created) == 50
+    assert len(server.names("POST")) == 50
 
 
 ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
@@ -84,17 +72,17 @@ def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, 
 
 
 async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
-    world = World().running(0)
+    world = trained(0)
     job = world.observe().job
     spoilt = replace(
         job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})
     )
-    server = Refusing()
+    server = refusing()
     ((_, error),) = await executor(server).run(
         spoilt, [CreatePod(0, 1, ()), DeletePod("old", "u", force=False, why="pod old: it is lost")], None
     )
     assert "cannot be made a pod" in str(error)
-    assert (error.refused, server.created, server.deleted) == (True, [], ["old"])
+    assert (error.refused, server.names("POST"), server.names("DELETE")) == (True, [], ["old"])
     decision = decide(replace(world.observe(), job=spoilt))
     assert (decision.status or spoilt.status).phase == "Running", "its pods go on"
 
@@ -137,23 +125,17 @@ def pod_of(kind: str, name: str, uid: str) -> dict[str, Any]:
     return {"metadata": {"name": "j-0-0", "uid": "p", "ownerReferences": [owner]}}
 
 
-class Taken(Refusing):
-    """A server that has a pod of that name."""
-
-    def __init__(self, pod: dict[str, Any] | None) -> None:
-        super().__init__(409)
-        self.pod = pod
-
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        return self.pod
+def having(pod: dict[str, Any]) -> ApiModel:
+    """A server whose pods have the names of the first two workers'."""
+    return ApiModel({f"/api/v1/namespaces/ns/pods/j-{worker}-0": pod for worker in (0, 1)})
 
 
 async def test_pod_that_has_the_name_of_ours_is_named_with_its_owner_and_the_others_are_made() -> None:
-    server = Taken(pod_of("StatefulSet", "j", "s"))
+    server = having(pod_of("StatefulSet", "j", "s"))
     failures = await executor(server).run(
         World().observe().job, [CreatePod(0, 0, ()), CreatePod(1, 0, ())], None
     )
-    assert server.created == ["j-0-0", "j-1-0"]
+    assert server.names("POST") == ["j-0-0", "j-1-0"]
     said = str(failures[0][1])
     assert "Pod j-0-0 belongs to StatefulSet j and is not one of this job's" in said
     memory = RefusalMemory()
@@ -166,8 +148,10 @@ async def test_pod_of_ours_that_no_watch_has_shown_yet_is_nothing_to_tell() -> N
     pod = pod_of("TierCheckJob", "j", "job-uid")
     pod["metadata"]["ownerReferences"][0]["apiVersion"] = "tiercheck.io/v1alpha1"
     pod["metadata"]["labels"] = {"tiercheck.io/job-uid": "job-uid", "tiercheck.io/worker": "0"}
-    assert await executor(Taken(pod)).run(world.observe().job, [CreatePod(0, 0, ())], None) == []
-    ((_, error),) = await executor(Taken(None)).run(world.observe().job, [CreatePod(0, 0, ())], None)
+    assert await executor(having(pod)).run(world.observe().job, [CreatePod(0, 0, ())], None) == []
+    ((_, error),) = await executor(ApiModel(POST=ApiFailure(409, "exists"))).run(
+        world.observe().job, [CreatePod(0, 0, ())], None
+    )
     assert error.conflict, "as where two pods are counted by one quota at once: asked again"
 
 
@@ -186,13 +170,13 @@ def test_what_is_refused_is_asked_for_again_with_growing_pauses_and_forgotten_wh
 
 
 async def test_no_pod_is_made_before_the_service_that_is_refused_and_both_are_asked_for_again() -> None:
-    server, memory = Refusing(), RefusalMemory()
+    server, memory = refusing(), RefusalMemory()
     wanted = [CreatePod(0, 0, ()), EnsureService()]
     job = World().observe().job
     for now in (0.0, 0.1, 1.0):
         due = memory.due(wanted, now)
         memory.note(wanted, await executor(server).run(job, due, None), now)
-    assert server.created == ["j", "j"]
+    assert server.names("POST") == ["j", "j"]
     assert {refusal.sentence for refusal in memory.known.values()} == {"403: exceeded quota: gpus"}
 
 
@@ -209,48 +193,19 @@ SILENT = DeletePod(
 )
 
 
-@dataclass
-class Server:
-    """Has some pods, takes Events, and writes down what it was asked in its order."""
-
-    pods: set[str] = field(default_factory=set)
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)
-    failure: ApiFailure | None = None
-
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.calls.append(("merge", names["name"]))
-        if self.failure is not None:
-            raise self.failure
-        self.notes |= body["metadata"]["annotations"]
-        return dict(body)
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        self.calls.append(("delete", names["name"]))
-        if self.failure is not None:
-            raise self.failure
-        return names["name"] in self.pods
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        assert path.endswith("/events")
-        self.events.append(dict(body))
-        return dict(body)
-
-    def told(self) -> list[tuple[str, str, str]]:
-        return [(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["message"]) for e in self.events]
+POD = {"/api/v1/namespaces/ns/pods/j-3-1": {"metadata": {"name": "j-3-1", "uid": "uid-3"}}}
 
 
 async def test_why_a_pod_was_given_up_is_noted_on_it_before_it_is_deleted() -> None:
     """However its containers end then: whoever looks later, another operator too, reads it there."""
-    server = Server({"j-3-1"})
+    server = ApiModel(POD)
     await executor(server).run(JOB, [SILENT], None)
-    assert server.calls == [("merge", "j-3-1"), ("delete", "j-3-1")]
+    assert server.asked == [("PATCH", "j-3-1"), ("DELETE", "j-3-1")]
     raw = {
         "metadata": {
             "name": "j-3-1",
             "labels": {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u"},
-            "annotations": server.notes,
+            "annotations": server.calls[0].body["metadata"]["annotations"],
             "ownerReferences": made_by("u"),
         }
     }
@@ -260,11 +215,7 @@ async def test_why_a_pod_was_given_up_is_noted_on_it_before_it_is_deleted() -> N
 
 
 async def test_pod_is_deleted_although_nothing_can_be_noted_on_it() -> None:
-    class Reluctant(Server):
-        async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-            raise ApiFailure(403, "pods may not be patched")
-
-    server = Reluctant({"j-3-1"})
+    server = ApiModel(POD, PATCH=ApiFailure(403, "pods may not be patched"))
     work = executor(server)
     await work.run(JOB, [SILENT], None)
     assert work.take_deleted_pods() == [SILENT]
@@ -274,7 +225,7 @@ async def test_pod_is_deleted_although_nothing_can_be_noted_on_it() -> None:
 async def test_what_was_asked_for_twice_is_told_once_and_what_was_gone_already_not_at_all(
     there: bool,
 ) -> None:
-    server = Server({"j-3-1"} if there else set())
+    server = ApiModel(POD if there else {})
     work = executor(server)
     for _ in range(2):
         await work.run(JOB, [SILENT], None)
@@ -284,45 +235,31 @@ async def test_what_was_asked_for_twice_is_told_once_and_what_was_gone_already_n
 
 @pytest.mark.parametrize("status", [403, 409, 500])
 async def test_deletion_that_failed_is_not_told(status: int) -> None:
-    server = Server({"j-3-1"}, failure=ApiFailure(status, "no"))
+    failure = ApiFailure(status, "no")
+    server = ApiModel(POD, PATCH=failure, DELETE=failure)
     work = executor(server)
     with contextlib.suppress(ApiFailure):
         await work.run(JOB, [SILENT], None)
-    assert ("delete", "j-3-1") in server.calls
+    assert server.names("DELETE") == ["j-3-1"]
     assert work.take_deleted_pods() == []
 
 
 async def test_job_and_pod_both_say_why() -> None:
-    server = Server()
-    await EventPoster(cast(Kube, server)).post_removed(JOB, [SILENT], START)
+    server = ApiModel()
+    await EventPoster(server).post_removed(JOB, [SILENT], START)
     sentence = "deleted pod j-3-1 of worker 3 on node n: its sidecar has not answered for 11 s"
-    assert server.told() == [("TierCheckJob", "j", sentence), ("Pod", "j-3-1", sentence)]
+    told = [(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["message"]) for e in server.events]
+    assert told == [("TierCheckJob", "j", sentence), ("Pod", "j-3-1", sentence)]
     assert {(event["type"], event["reason"]) for event in server.events} == {("Normal", "PodRemoved")}
 
 
 async def test_thousand_pods_do_not_make_thousands_of_events() -> None:
-    server = Server()
+    server = ApiModel()
     many = [DeletePod(f"j-{n}-0", f"u{n}", True, f"pod j-{n}-0: the node is gone") for n in range(1000)]
-    await EventPoster(cast(Kube, server)).post_removed(JOB, many, START)
+    await EventPoster(server).post_removed(JOB, many, START)
     assert len([event for event in server.events if event["involvedObject"]["kind"] == "TierCheckJob"]) <= 11
     assert len(server.events) <= 80
     assert "combined" in next(e["message"] for e in reversed(server.events) if e["count"] > 1)
-
-
-class WithPods(StandIn):
-    """That can delete pods, and keeps the Events."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        super().__init__(job)
-        self.events: list[dict[str, Any]] = []
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        if path.endswith("/events"):
-            self.events.append(dict(body))
-        return await super().create(path, body, **names)
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        return True
 
 
 async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_after_that(
@@ -330,7 +267,8 @@ async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_aft
 ) -> None:
     job = new_job()
     job["spec"]["suspend"] = True
-    kube = WithPods(job)
+    kube = StandIn(job)
+    kube.objects["/api/v1/namespaces/default/pods/j-0-0"] = {"metadata": {"name": "j-0-0"}}
     pod = PodView("j-0-0", "p", "u", 0, 0, None, None, "Pending", START)
     loop = JobLoop(job, surroundings(kube, [pod]))
 
@@ -354,19 +292,14 @@ async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_aft
 async def test_pod_of_another_controller_is_evicted_and_deleted_only_where_that_is_refused(
     refusal: ApiFailure | None, force: bool
 ) -> None:
-    class Evicting(Server):
-        async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-            assert path.endswith("/pods/{name}/eviction")
-            self.calls.append(("evict", names["name"]))
-            grace = {"gracePeriodSeconds": 0} if force else {}
-            assert body["deleteOptions"] == {"preconditions": {"uid": "uid-3"}, **grace}
-            if refusal is not None:
-                raise refusal
-            return {}
-
-    server, action = Evicting({"j-3-1"}), replace(SILENT, evict=True, force=force)
+    server, action = ApiModel(POD), replace(SILENT, evict=True, force=force)
+    if refusal is not None:
+        server.refused["EVICT"] = refusal
     work = executor(server)
     await work.run(JOB, [action], None)
-    tried = [("merge", "j-3-1"), ("evict", "j-3-1"), ("delete", "j-3-1")]
-    assert server.calls == (tried[:2] if refusal is None else tried)
+    assert server.asked == [
+        (method, "j-3-1") for method in ("PATCH", "EVICT", "DELETE")[: 2 if refusal is None else 3]
+    ]
+    grace = {"gracePeriodSeconds": 0} if force else {}
+    assert server.calls[1].body["deleteOptions"] == {"preconditions": {"uid": "uid-3"}, **grace}
     assert work.take_deleted_pods() == [action]

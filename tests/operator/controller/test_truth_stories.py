@@ -40,8 +40,7 @@ def test_nothing_is_tolerated_before_the_first_version_is_complete_at_its_holder
 
 def test_nothing_is_tolerated_from_the_loss_of_a_pod_until_its_copies_are_made_again() -> None:
     world = trained(snapshot_every=8)
-    while world.newest_step() % 8 != 1:
-        world.tick()
+    world.tick_until(lambda: world.newest_step() % 8 == 1)
     assert survives(world)
     world.evict(world.member(1))
     world.tick()

@@ -10,14 +10,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 import yaml
 
 from tests.access import Access, load
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.controlplane import write_kubeconfig
 
@@ -85,28 +86,95 @@ def adding(kubeconfig: Path, target: Path, plural: str, objects: Mapping[str, by
         yield told
 
 
+# A real API server's audit log would tell the same, but asking for it is not the laptop cluster's business.
+
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+
+
+@dataclass
+class Recording:
+    kubeconfig: Path
+    """The same access as the one that was given, through the recorder."""
+    used: set[tuple[str, str, str]] = field(default_factory=set)
+    """(API group, resource, verb) of everything that was asked."""
+    refused: list[str] = field(default_factory=list)
+    """What was answered with 401 or 403."""
+
+
+@contextmanager
+def recording(kubeconfig: Path, target: Path) -> Iterator[Recording]:
+    """Everything is passed on, watches too, and what was asked is written down."""
+    record = Recording(target)
+
+    def respond(request: _Request) -> None:
+        address = urlsplit(request.path)
+        right = asked_for(request.command, address.path, dict(parse_qsl(address.query)))
+        if right is not None:
+            record.used.add(right)
+        status, said = request.pass_on()
+        if status in (401, 403):
+            record.refused.append(f"{request.command} {request.path}: {said[:300].decode()}")
+
+    with _standing_between(kubeconfig, target, respond, deaf=False):
+        yield record
+
+
+def asked_for(method: str, path: str, query: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """What RBAC calls this request; None for discovery and health, which every account may ask for."""
+    parts = path.strip("/").split("/")
+    group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1] if len(parts) > 1 else "", parts[3:])
+    if parts[0] not in ("api", "apis") or not rest:
+        return None
+    if rest[0] == "namespaces" and len(rest) > 2:
+        rest = rest[2:]
+    resource, named = "/".join(rest[::2]), len(rest) > 1
+    if method == "GET":
+        verb = "watch" if query.get("watch") in ("true", "1") else "get" if named else "list"
+    else:
+        verb = _VERBS[method] if named or method != "DELETE" else "deletecollection"
+    return group, resource, verb
+
+
 _METADATA = re.compile(rb'"metadata": *(\{[^{}]*\})')
 
 
-class _Request(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Request(QuietHandler):
     access: Access
 
     def read_body(self) -> bytes | None:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
 
-    def pass_on(self) -> None:
+    def pass_on(self) -> tuple[int, bytes]:
+        """Status and text of the answer, which a watch has not."""
         body = self.read_body()
         headers = {name: self.headers[name] for name in _PASSED_ON if self.headers[name]}
         request = urllib.request.Request(
             self.access.server + self.path, body, {**self.access.headers, **headers}, method=self.command
         )
+        endless = self.watches()
         try:
-            with urllib.request.urlopen(request, timeout=30, context=self.access.tls) as response:
-                status, kind, data = response.status, response.headers.get("Content-Type"), response.read()
+            answer = urllib.request.urlopen(request, timeout=None if endless else 30, context=self.access.tls)
         except urllib.error.HTTPError as error:
-            status, kind, data = error.code, error.headers.get("Content-Type"), error.read()
-        self.say(status, data, kind)
+            answer, endless = error, False
+        with answer:
+            if endless:
+                self.begin_watch()
+                while piece := answer.read1(65536):
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                self.wfile.write(b"0\r\n\r\n")
+                return answer.status, b""
+            data = answer.read()
+        self.say(answer.status, data, answer.headers.get("Content-Type"))
+        return answer.status, data
+
+    def watches(self) -> bool:
+        return parse_qs(urlsplit(self.path).query).get("watch", [""])[0] in ("true", "1")
+
+    def begin_watch(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
 
     def say(self, status: int, data: bytes, kind: str | None = None) -> None:
         self.send_response(status)
@@ -116,41 +184,31 @@ class _Request(BaseHTTPRequestHandler):
         with suppress(ConnectionError):  # whoever asked has read enough
             self.wfile.write(data)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing is logged."""
-
 
 @contextmanager
-def _standing_between(kubeconfig: Path, target: Path, respond: Callable[[_Request], None]) -> Iterator[None]:
+def _standing_between(
+    kubeconfig: Path, target: Path, respond: Callable[[_Request], object], *, deaf: bool = True
+) -> Iterator[None]:
     ended = threading.Event()
 
     class Handler(_Request):
         access = load(kubeconfig)
 
         def answer(self) -> None:
-            if "true" not in parse_qs(urlsplit(self.path).query).get("watch", ()):
+            if deaf and self.watches():
+                self.begin_watch()
+                ended.wait()
+            else:
                 respond(self)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            ended.wait()
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer  # noqa: N815
 
-    server = ThreadingHTTPServer(("127.83.5.1", 0), Handler)
-    server.daemon_threads = True
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        write_kubeconfig(target, f"http://127.83.5.1:{server.server_port}")
-        yield
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
+    with listening(Handler) as url:
+        try:
+            write_kubeconfig(target, url)
+            yield
+        finally:
+            ended.set()
 
 
 def post(kubeconfig: Path, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], list[str]]:

@@ -6,21 +6,20 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import kopf
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.world_in_memory import START, World
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 from tiercheck_operator.model.actions import Notice
-
-HOST = "127.83.5.2"
 
 
 @dataclass
@@ -33,19 +32,17 @@ class Scripted:
     texts: dict[str, str] = field(default_factory=dict)
     waits: dict[str, threading.Event] = field(default_factory=dict)
     """What is to happen before a path is answered."""
-    port: int = 0
+    url: str = ""
 
     def access(self) -> Access:
-        return Access(lambda: kopf.ConnectionInfo(server=f"http://{HOST}:{self.port}"))
+        return Access(lambda: kopf.ConnectionInfo(server=self.url))
 
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
     scripted, lock = Scripted(), threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
@@ -63,17 +60,8 @@ def server() -> Iterator[Scripted]:
 
         do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = answer  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged."""
-
-    http = ThreadingHTTPServer((HOST, 0), Handler)
-    http.daemon_threads = True
-    scripted.port = http.server_port
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield scripted
-    http.shutdown()
-    http.server_close()
+    with listening(Handler) as scripted.url:
+        yield scripted
 
 
 BUSY = (429, {"Retry-After": "1"})
@@ -213,41 +201,18 @@ async def test_disruption_budget_that_refuses_an_eviction_holds_up_no_other_call
 JOB = World().job
 
 
-@dataclass
-class Server:
-    events: dict[str, dict[str, Any]] = field(default_factory=dict)
-    calls: int = 0
-    failure: ApiFailure | None = None
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self._called()
-        self.events[body["metadata"]["name"]] = dict(body)
-        return dict(body)
-
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self._called()
-        if names["name"] not in self.events:
-            raise ApiFailure(404, "not found")
-        self.events[names["name"]] |= body
-        return self.events[names["name"]]
-
-    def _called(self) -> None:
-        self.calls += 1
-        if self.failure is not None:
-            raise self.failure
-
-    def told(self) -> list[tuple[str, int]]:
-        return [(event["message"], event["count"]) for event in self.events.values()]
+@pytest.fixture
+def api() -> ApiModel:
+    return ApiModel()
 
 
 @pytest.fixture
-def api() -> Server:
-    return Server()
+def poster(api: ApiModel) -> EventPoster:
+    return EventPoster(api)
 
 
-@pytest.fixture
-def poster(api: Server) -> EventPoster:
-    return EventPoster(api)  # type: ignore[arg-type]
+def told(api: ApiModel) -> list[tuple[str, int]]:
+    return [(event["message"], event["count"]) for event in api.objects.values()]
 
 
 def lost(what: str = "the node is gone") -> Notice:
@@ -255,49 +220,51 @@ def lost(what: str = "the node is gone") -> Notice:
 
 
 async def test_what_happens_again_raises_the_count_and_makes_no_new_event(
-    api: Server, poster: EventPoster
+    api: ApiModel, poster: EventPoster
 ) -> None:
     for turn in range(5):
         await poster.post(JOB, [lost()], START + 60 * turn)
-    assert api.told() == [("the node is gone", 5)]
-    (event,) = api.events.values()
+    assert told(api) == [("the node is gone", 5)]
+    (event,) = api.objects.values()
     assert event["firstTimestamp"] < event["lastTimestamp"]
 
 
-async def test_a_burst_is_one_call_and_is_told_in_full_later(api: Server, poster: EventPoster) -> None:
+async def test_a_burst_is_one_call_and_is_told_in_full_later(api: ApiModel, poster: EventPoster) -> None:
     for turn in range(50):
         await poster.post(JOB, [lost()], START + turn / 10)
-    assert api.calls == 1
+    assert len(api.calls) == 1
     await poster.post(JOB, [], START + 20)
-    assert api.told() == [("the node is gone", 50)]
-    assert api.calls == 2
+    assert told(api) == [("the node is gone", 50)]
+    assert len(api.calls) == 2
     await poster.post(JOB, [], START + 40)
-    assert api.calls == 2
+    assert len(api.calls) == 2
 
 
-async def test_event_that_the_cluster_has_forgotten_is_posted_anew(api: Server, poster: EventPoster) -> None:
+async def test_event_that_the_cluster_has_forgotten_is_posted_anew(
+    api: ApiModel, poster: EventPoster
+) -> None:
     await poster.post(JOB, [lost()], START)
-    api.events.clear()
+    api.objects.clear()
     await poster.post(JOB, [lost()], START + 60)
-    assert api.told() == [("the node is gone", 2)]
+    assert told(api) == [("the node is gone", 2)]
 
 
-async def test_many_similar_events_become_one(api: Server, poster: EventPoster) -> None:
+async def test_many_similar_events_become_one(api: ApiModel, poster: EventPoster) -> None:
     for number in range(200):
         await poster.post(JOB, [lost(f"node {number} is gone")], START + number / 100)
-    assert len(api.events) == 11
-    assert api.calls == 11
+    assert len(api.objects) == 11
+    assert len(api.calls) == 11
     await poster.post(JOB, [], START + 30)
-    assert ("(combined from similar events): node 199 is gone", 190) in api.told()
+    assert ("(combined from similar events): node 199 is gone", 190) in told(api)
 
 
-async def test_event_after_a_long_time_is_a_new_one(api: Server, poster: EventPoster) -> None:
+async def test_event_after_a_long_time_is_a_new_one(api: ApiModel, poster: EventPoster) -> None:
     await poster.post(JOB, [lost()], START)
     await poster.post(JOB, [lost()], START + 3600)
-    assert api.told() == [("the node is gone", 1), ("the node is gone", 1)]
+    assert told(api) == [("the node is gone", 1), ("the node is gone", 1)]
 
 
-async def test_event_that_cannot_be_posted_is_no_failure(api: Server, poster: EventPoster) -> None:
-    api.failure = ApiFailure(403, "forbidden")
+async def test_event_that_cannot_be_posted_is_no_failure(api: ApiModel, poster: EventPoster) -> None:
+    api.refused["POST"] = ApiFailure(403, "forbidden")
     await poster.post(JOB, [lost()], START)
-    assert api.calls == 1
+    assert len(api.calls) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,50 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.operator.api_model import ApiModel
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.election import Candidate, Elector, LeaseMove, Record, Terms, parse_lease
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
 
 TERMS = Terms(8.0, 5.0, 1.0)
 
 
-@dataclass
-class LeaseServer:
-    """One Lease, with the preconditions of a real API server."""
-
-    stored: dict[str, Any] | None = None
-    version: int = 0
-    deployment: dict[str, Any] | None = None
-
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        if "/deployments/" in path:
-            if self.deployment is None:
-                raise ApiFailure(404, "not found")
-            return self.deployment
-        if method == "GET":
-            if self.stored is None:
-                raise ApiFailure(404, "not found")
-            return copy.deepcopy(self.stored)
-        assert body is not None
-        if method == "POST":
-            if self.stored is not None:
-                raise ApiFailure(409, "exists")
-        elif self.stored is None:
-            raise ApiFailure(404, "not found")
-        elif body["metadata"]["resourceVersion"] != self.stored["metadata"]["resourceVersion"]:
-            raise ApiFailure(409, "conflict")
-        self.version += 1
-        self.stored = copy.deepcopy(dict(body))
-        self.stored["metadata"] = {**self.stored["metadata"], "resourceVersion": str(self.version)}
-        return copy.deepcopy(self.stored)
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/system/leases/lease"
 
 
 @dataclass
 class Replica:
     """An elector that is driven by hand. Its clock may begin anywhere."""
 
-    server: LeaseServer
+    server: ApiModel
     name: str
     offset: float = 0.0
     reachable: bool = True
@@ -94,41 +67,43 @@ class Replica:
         return self.elector.leads()
 
 
-def holder(server: LeaseServer) -> str:
-    assert server.stored is not None
-    return parse_lease(server.stored).holder
+def led_by_the_first() -> tuple[Replica, Replica]:
+    server = ApiModel()
+    first, second = Replica(server, "a"), Replica(server, "b", offset=-500)
+    first.round(0.0)
+    return first, second
+
+
+def holder(server: ApiModel) -> str:
+    return parse_lease(server.objects[LEASE]).holder
 
 
 def test_lease_belongs_to_the_deployment_of_its_name_if_there_is_one() -> None:
     """So Kubernetes removes it when the operator is uninstalled."""
-    server = LeaseServer(deployment={"metadata": {"name": "lease", "uid": "u-7"}})
+    deployment = DEPLOYMENT.format(namespace="system", name="lease")
+    server = ApiModel({deployment: {"metadata": {"name": "lease", "uid": "u-7"}}})
     replica = Replica(server, "a")
     for moment in range(3):
         replica.round(moment)
-    assert server.stored is not None
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "lease", "uid": "u-7"}
-    assert server.stored["metadata"]["ownerReferences"] == [owner]
-    by_hand = LeaseServer()
+    assert server.objects[LEASE]["metadata"]["ownerReferences"] == [owner]
+    by_hand = ApiModel()
     Replica(by_hand, "a").round(0.0)
-    assert by_hand.stored is not None
-    assert "ownerReferences" not in by_hand.stored["metadata"]
+    assert "ownerReferences" not in by_hand.objects[LEASE]["metadata"]
 
 
 def test_first_replica_leads_and_the_second_one_waits() -> None:
-    server = LeaseServer()
+    server = ApiModel()
     first, second = Replica(server, "a"), Replica(server, "b", offset=1e6)
     for second_ in range(60):
         first.round(second_)
         second.round(second_ + 0.5)
     assert (first.told, second.told) == ([True], [])
-    assert server.stored is not None
-    assert server.stored["spec"]["leaseTransitions"] == 0
+    assert server.objects[LEASE]["spec"]["leaseTransitions"] == 0
 
 
 def test_leader_that_was_killed_is_replaced_once_its_record_has_stood_still_for_the_duration() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b", offset=-500)
-    first.round(0.0)
+    first, second = led_by_the_first()
     taken = None
     for tick in range(1, 30):
         second.round(tick * 0.5)
@@ -137,14 +112,11 @@ def test_leader_that_was_killed_is_replaced_once_its_record_has_stood_still_for_
             break
     assert taken is not None
     assert TERMS.duration <= taken <= TERMS.duration + TERMS.retry
-    assert server.stored is not None
-    assert server.stored["spec"]["leaseTransitions"] == 1
+    assert first.server.objects[LEASE]["spec"]["leaseTransitions"] == 1
 
 
 def test_leader_that_ends_gives_the_lease_back_and_the_next_look_takes_it() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.5)
     first.time = 1.0
     first.elector.release()
@@ -154,9 +126,7 @@ def test_leader_that_ends_gives_the_lease_back_and_the_next_look_takes_it() -> N
 
 
 def test_leader_that_cannot_renew_stops_before_anybody_else_may_begin() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     first.reachable = False
     second.round(0.01)
     assert first.leads(TERMS.renew_within - 0.01)
@@ -168,9 +138,7 @@ def test_leader_that_cannot_renew_stops_before_anybody_else_may_begin() -> None:
 
 
 def test_stopped_leader_that_wakes_up_knows_at_once_that_its_time_is_over() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.5)
     second.round(9.0)
     assert second.leads(9.0)
@@ -180,13 +148,11 @@ def test_stopped_leader_that_wakes_up_knows_at_once_that_its_time_is_over() -> N
         first.round(now)
         assert not first.leads(now)
     assert first.told == [True, False]
-    assert holder(server) == "b"
+    assert holder(first.server) == "b"
 
 
 def test_leader_whose_event_loop_is_stuck_does_not_renew() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     first.alive = False
     for tick in range(1, 12):
         first.round(float(tick))
@@ -196,7 +162,7 @@ def test_leader_whose_event_loop_is_stuck_does_not_renew() -> None:
 
 
 def test_renewal_whose_answer_was_lost_is_found_and_renewed() -> None:
-    server = LeaseServer()
+    server = ApiModel()
     first = Replica(server, "a")
     first.round(0.0)
     first.lose_answers = True
@@ -209,7 +175,7 @@ def test_renewal_whose_answer_was_lost_is_found_and_renewed() -> None:
 
 
 def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -> None:
-    server, leading = LeaseServer(), threading.Event()
+    server, leading = ApiModel(), threading.Event()
 
     class Fails:
         looks = 0
@@ -235,17 +201,13 @@ def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -
 
 
 def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -> None:
-    server = LeaseServer()
-    first, second = Replica(server, "a"), Replica(server, "b")
-    first.round(0.0)
+    first, second = led_by_the_first()
     second.round(0.1)
-    assert server.stored is not None
-    server.version += 1
-    server.stored["metadata"]["resourceVersion"] = str(server.version)
+    first.server.put(LEASE, first.server.objects[LEASE])
     first.round(1.0)
     first.round(2.0)
     assert first.leads(2.0)
-    server.stored = None
+    first.server.objects.clear()
     second.round(2.1)  # takes it, as nobody holds it
     first.round(3.0)
     first.round(4.0)
@@ -276,7 +238,7 @@ STEPS = st.lists(
 def test_never_two_leaders(steps: list[tuple[float, str, str]], one: float, other: float) -> None:
     """Whatever calls are lost, in whatever order replicas run or stand still, and wherever their clocks
     begin."""
-    server = LeaseServer()
+    server = ApiModel()
     replicas = {
         name: Replica(server, name, offset) for name, offset in (("a", 0.0), ("b", one), ("c", other))
     }

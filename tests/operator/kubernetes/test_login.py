@@ -11,7 +11,6 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.access import server_tls
 from tests.operator.manifests.test_pod_manifest import make_job
 from tests.operator.test_operator_process import job
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, QuietServer
 from tiercheck.protocol import names
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_local.controlplane import write_kubeconfig
@@ -119,14 +120,11 @@ class RotatedServer:
 
     def show(self, pair: KeyPair) -> None:
         self.stop()
-        (self._folder / "crt").write_bytes(pair.certificate)
-        (self._folder / "key").write_bytes(pair.key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._folder / "crt", self._folder / "key")
+        context = server_tls(pair, self._folder)
         tokens = self.tokens
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:  # noqa: N802
                 tokens.append(self.headers["Authorization"])
                 body = b'{"metadata":{},"items":[]}'
                 self.send_response(200)
@@ -134,12 +132,8 @@ class RotatedServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Nothing is logged."""
-
-        self._http: ThreadingHTTPServer | None = ThreadingHTTPServer((HOST, self.port), Handler)
-        self._http.daemon_threads, self.port = True, self._http.server_port
-        self._http.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self._http: QuietServer | None = QuietServer((HOST, self.port), Handler)
+        self.port = self._http.server_port
         self._http.socket = context.wrap_socket(
             self._http.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -232,10 +226,7 @@ async def test_authority_that_cannot_be_read_for_a_moment_is_as_it_was(
 
 def handshake(server: Credentials, trusted: Credentials, name: str, folder: Path) -> None:
     """Client and server in memory. Raises ssl.SSLError as the client would."""
-    (folder / "crt").write_bytes(server.certificate)
-    (folder / "key").write_bytes(server.key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "crt", folder / "key")
+    context = server_tls(server, folder)
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = ssl.create_default_context(cadata=trusted.ca.decode()).wrap_bio(
         to_client, to_server, server_hostname=name

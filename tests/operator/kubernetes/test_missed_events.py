@@ -22,7 +22,7 @@ from tests.cluster.jobs import Replica
 from tests.operator.kubernetes.proxy import withholding
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned
-from tests.operator.world_in_memory import World
+from tests.operator.world_in_memory import trained
 from tiercheck_cli.api_server import NODES, PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
@@ -172,7 +172,7 @@ async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.fixture
 def pod() -> PodView:
-    world = World().running(0)
+    world = trained(0)
     return next(iter(world.pods.values()))
 
 

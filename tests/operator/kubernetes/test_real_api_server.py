@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,13 +13,13 @@ import yaml
 
 from tests.access import REAL_SERVER
 from tests.operator.kubernetes.proxy import (
-    JOBS,
     in_phase,
     post,
     service_account_kubeconfig,
     short_job,
     status,
 )
+from tests.operator.manifests.test_pod_manifest import with_pod
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.manifests.owned import build_service
@@ -101,14 +100,20 @@ CASES = {
 }
 
 
+def admit(
+    cluster: LocalCluster, pod: dict[str, Any], namespace: str = RESTRICTED
+) -> tuple[int, dict[str, Any], list[str]]:
+    """Status, answer and warnings, under strict validation; the pod is not made."""
+    path = f"/api/v1/namespaces/{namespace}/pods?dryRun=All&fieldValidation=Strict"
+    return post(cluster.kubeconfig, path, pod)
+
+
 @pytest.mark.parametrize("avoid", [(), ("n1",)], ids=["anywhere", "not on n1"])
 @pytest.mark.parametrize("case", CASES)
 def test_restricted_namespace_admits_our_pods_without_a_warning(
     cluster: LocalCluster, case: str, avoid: tuple[str, ...]
 ) -> None:
-    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
-    pod = build_pod(CASES[case], 1, 0, avoid, "tiercheck-sidecar:1")
-    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    status, answer, warnings = admit(cluster, build_pod(CASES[case], 1, 0, avoid, "tiercheck-sidecar:1"))
     assert (status, warnings) == (201, []), answer.get("message")
 
 
@@ -123,11 +128,7 @@ def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_
     template = job().spec.template["spec"]
     bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
     spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
-    pod = build_pod(
-        replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1"
-    )
-    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
-    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    status, answer, _ = admit(cluster, build_pod(with_pod(job(), **spec), 0, 0, (), "tiercheck-sidecar:1"))
     assert status == 201, answer.get("message")
     if whole and "resources" not in answer["spec"]:
         pytest.skip("this API server is older than resources of pods (1.34)")
@@ -154,16 +155,11 @@ def test_pod_that_a_limit_range_refuses_is_accepted_once_the_advice_is_followed(
     }
     assert post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/limitranges", limit_range)[0] == 201
     bounds = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
-    template = job().spec.template["spec"]
-    template = {
-        **template,
-        "containers": [{**entry, "resources": bounds} for entry in template["containers"]],
-    }
-    view = replace(job(), namespace=namespace, spec=replace(job().spec, template={"spec": template}))
+    containers = [{**entry, "resources": bounds} for entry in job().spec.template["spec"]["containers"]]
+    view = replace(with_pod(job(), containers=containers), namespace=namespace)
 
     def answer(view: JobView) -> tuple[int, str]:
-        pod = build_pod(view, 0, 0, (), "s:1")
-        status, said, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/pods?dryRun=All", pod)
+        status, said, _ = admit(cluster, build_pod(view, 0, 0, (), "s:1"), namespace)
         return status, str(said.get("message"))
 
     cluster.wait_for(lambda: answer(view)[0] >= 400, DEADLINE, "the API server knows the rule")
@@ -176,15 +172,13 @@ def test_pod_that_a_limit_range_refuses_is_accepted_once_the_advice_is_followed(
 def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_with_words_where_not(
     cluster: LocalCluster,
 ) -> None:
-    template = {**job().spec.template["spec"], "hostNetwork": True}
-    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": template})), 0, 0, (), "s:1")
-    query = "dryRun=All&fieldValidation=Strict"
+    pod = build_pod(with_pod(job(), hostNetwork=True), 0, 0, (), "s:1")
     elsewhere = {**pod, "metadata": {**pod["metadata"], "namespace": "default"}}
-    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/default/pods?{query}", elsewhere)
+    status, answer, _ = admit(cluster, elsewhere, "default")
     assert status == 201, answer.get("message")
     sidecar = next(entry for entry in answer["spec"]["initContainers"] if entry.get("ports"))
     assert all(port["hostPort"] == port["containerPort"] for port in sidecar["ports"])
-    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{RESTRICTED}/pods?{query}", pod)
+    status, answer, _ = admit(cluster, pod)
     assert status == 403
     assert "host namespaces (hostNetwork=true)" in answer["message"]
 
@@ -192,8 +186,7 @@ def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_
 def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
     pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
     del pod["spec"]["containers"][0]["securityContext"]
-    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All"
-    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    status, answer, _ = admit(cluster, pod)
     assert status == 403
     assert "violates PodSecurity" in answer["message"]
 
@@ -218,8 +211,7 @@ def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalC
         "metadata": {**template["metadata"], "name": "p"},
         "spec": template["spec"],
     }
-    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
-    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    status, answer, warnings = admit(cluster, pod)
     assert (status, warnings) == (201, []), answer.get("message")
 
 
@@ -236,21 +228,14 @@ def until_refused(cluster: LocalCluster, name: str) -> None:
     cluster.wait_for(lambda: placed().get("reason") == "Refused", DEADLINE, "the reason")
 
 
-def gone(cluster: LocalCluster, name: str, namespace: str) -> bool:
-    found = cluster.api.request("GET", JOBS.format(namespace))["items"]
-    return name not in {entry["metadata"]["name"] for entry in found}
-
-
-def run_as_service_account(
-    cluster: LocalCluster, tmp_path: Path, account: str = "tiercheck-operator", **env: str
-) -> Path:
+def run_as_service_account(cluster: LocalCluster, tmp_path: Path) -> Path:
     """Start the operator with the shipped rights and no others; returns its log."""
     kubeconfig = service_account_kubeconfig(
-        cluster.kubeconfig, "tiercheck-system", account, tmp_path / "kubeconfig"
+        cluster.kubeconfig, "tiercheck-system", "tiercheck-operator", tmp_path / "kubeconfig"
     )
     log = cluster.logs / "operator.log"
     log.unlink(missing_ok=True)
-    cluster.start_operator({"KUBECONFIG": str(kubeconfig), **env})
+    cluster.start_operator({"KUBECONFIG": str(kubeconfig)})
     return log
 
 
@@ -260,51 +245,6 @@ def stopped_operator(cluster: LocalCluster) -> Iterator[None]:
     if cluster.operator is not None:
         cluster.operator.terminate()
         cluster.operator.wait(30)
-
-
-@pytest.mark.usefixtures("stopped_operator")
-def test_shipped_rights_are_enough_for_the_whole_life_of_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
-    log = run_as_service_account(cluster, tmp_path)
-    cluster.apply(short_job("whole", RESTRICTED, ttlSecondsAfterFinished=3))
-    in_phase(cluster, "whole", RESTRICTED, "Completed")
-    core = f"/api/v1/namespaces/{RESTRICTED}"
-    for path in ("services/whole", "secrets/whole-credentials", "configmaps/whole-placement"):
-        assert (
-            cluster.api.request("GET", f"{core}/{path}")["metadata"]["ownerReferences"][0]["name"] == "whole"
-        )
-    reasons = {event["reason"] for event in cluster.api.request("GET", f"{core}/events")["items"]}
-    assert reasons, "no Event was posted"
-    cluster.wait_for(
-        lambda: gone(cluster, "whole", RESTRICTED), DEADLINE, "the job to be removed after its time"
-    )
-    said = log.read_text()
-    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
-
-
-def rbac(kind: str, name: str, role: str, namespace: str | None = None) -> dict[str, Any]:
-    """Binds the service account `narrow`."""
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": kind,
-        "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-        "subjects": [{"kind": "ServiceAccount", "name": "narrow", "namespace": "tiercheck-system"}],
-    }
-
-
-@pytest.mark.usefixtures("stopped_operator")
-def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster, tmp_path: Path) -> None:
-    account = {"name": "narrow", "namespace": "tiercheck-system"}
-    cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
-    cluster.apply(rbac("ClusterRoleBinding", "narrow", "tiercheck-operator"))
-    cluster.apply(rbac("RoleBinding", "narrow", "tiercheck-operator-jobs", RESTRICTED))
-    log = run_as_service_account(cluster, tmp_path, "narrow", TIERCHECK_NAMESPACES=RESTRICTED)
-    cluster.apply(short_job("elsewhere", "default"))
-    cluster.apply(short_job("here", RESTRICTED))
-    in_phase(cluster, "here", RESTRICTED, "Completed")
-    assert status(cluster, "elsewhere", "default") == {}
-    said = log.read_text()
-    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
 
 
 @pytest.mark.usefixtures("stopped_operator")
@@ -328,17 +268,17 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
         DEADLINE,
         "the Event",
     )
-    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-    cluster.api.patch(
-        cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
-    )
+
+    def enforce(level: str) -> None:
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        namespaces = cluster.api.resource("v1", "Namespace")
+        cluster.api.patch(namespaces, None, RESTRICTED, {"metadata": {"labels": labels}})
+
+    enforce("privileged")
     try:
         in_phase(cluster, "careless", RESTRICTED, "Completed")
     finally:
-        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        cluster.api.patch(
-            cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
-        )
+        enforce("restricted")
     assert condition(cluster, "careless", RESTRICTED, "Placed")["status"] == "True"
     tries = [
         line for line in log.read_text().splitlines() if "violates PodSecurity" in line and "WARNING" in line
@@ -388,8 +328,7 @@ def test_node_memory_in_a_namespace_that_allows_no_host_path_is_refused_in_words
     wanted = job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
     wanted = replace(wanted, namespace=f"no-host-path-{level}")
     pod = build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1")
-    path = f"/api/v1/namespaces/no-host-path-{level}/pods?dryRun=All"
-    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    status, answer, _ = admit(cluster, pod, f"no-host-path-{level}")
     assert status == 403
     assert "pod-security.kubernetes.io/enforce=privileged" in forbidden(wanted, answer["message"])
 
@@ -406,6 +345,5 @@ def test_node_memory_is_admitted_where_host_paths_are(cluster: LocalCluster) -> 
         build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1"),
         build_spare(wanted, 0, (), "tiercheck-sidecar:1"),
     ):
-        path = "/api/v1/namespaces/host-path/pods?dryRun=All&fieldValidation=Strict"
-        status, answer, _ = post(cluster.kubeconfig, path, pod)
+        status, answer, _ = admit(cluster, pod, "host-path")
         assert status == 201, answer.get("message")

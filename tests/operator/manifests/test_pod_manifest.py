@@ -103,10 +103,7 @@ def test_pod_passes_restricted_pod_security_if_the_template_does() -> None:
 
 
 def test_sidecar_of_a_pod_that_runs_as_root_does_not_run_as_root() -> None:
-    job = make_job()
-    spec = {**job.spec.template["spec"], "securityContext": {"runAsUser": 0}}
-    job = replace(job, spec=replace(job.spec, template={"spec": spec}))
-    pod = build_pod(job, 0, 0, (), "sidecar:1")
+    pod = build_pod(with_pod(make_job(), securityContext={"runAsUser": 0}), 0, 0, (), "sidecar:1")
     assert container(pod, names.SIDECAR_CONTAINER)["securityContext"]["runAsUser"] != 0
     assert pod["spec"]["securityContext"]["runAsUser"] == 0
 
@@ -237,14 +234,11 @@ def test_pod_is_found_by_its_labels_and_goes_with_its_job() -> None:
 
 
 def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() -> None:
-    job = make_job()
     terms = [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": []}]
     affinity = {
         "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     }
-    spec = {**job.spec.template["spec"], "affinity": affinity}
-    job = replace(job, spec=replace(job.spec, template={"spec": spec}))
-    pod = build_pod(job, 0, 1, ("n2", "n1"), "sidecar:1")
+    pod = build_pod(with_pod(make_job(), affinity=affinity), 0, 1, ("n2", "n1"), "sidecar:1")
     required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     refusal = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1", "n2"]}
     assert len(required["nodeSelectorTerms"]) == 2
@@ -253,9 +247,6 @@ def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() 
     view = parse_pod(pod)
     assert view is not None
     assert view.avoided == {"n1", "n2"}
-
-
-def test_pod_without_affinity_avoids_nodes_too() -> None:
     pod = build_pod(make_job(), 0, 1, ("n1",), "sidecar:1")
     required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert required["nodeSelectorTerms"] == [

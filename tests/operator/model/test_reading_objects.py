@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.crd.jobs import full_record
 from tests.operator import kubelet_words
-from tests.operator.world_in_memory import START, World
+from tests.operator.world_in_memory import START, trained
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
@@ -63,19 +63,16 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
     return {"metadata": {"name": "p", "uid": "x", **owned, **metadata}, "spec": {}, "status": status or {}}
 
 
+def view_of(raw: dict[str, Any]) -> PodView:
+    found = parse_pod(raw)
+    assert found is not None
+    return found
+
+
 def test_evicted_pod_tells_why_and_when() -> None:
-    view = parse_pod(
-        pod(
-            {
-                "conditions": [
-                    {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-                ]
-            },
-            deletionTimestamp="2026-01-01T00:00:30Z",
-            deletionGracePeriodSeconds=30,
-        )
-    )
-    assert view is not None
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    deletion = {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
+    view = view_of(pod({"conditions": [target]}, **deletion))
     assert view.deleting
     assert view.disruption == "EvictionByEvictionAPI"
     assert view.deleted_at == parse_time("2026-01-01T00:00:00Z")
@@ -87,16 +84,14 @@ def test_unschedulable_pod_carries_the_schedulers_sentence() -> None:
         "message": "0/3 nodes are available",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }  # fmt: skip
-    view = parse_pod(pod({"conditions": [condition]}))
-    assert view is not None
+    view = view_of(pod({"conditions": [condition]}))
     assert view.message == "Unschedulable: 0/3 nodes are available"
     assert view.unschedulable_since == parse_time("2026-01-01T00:00:00Z")
 
 
 def test_image_that_cannot_be_pulled_is_named() -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}
-    view = parse_pod(pod({"containerStatuses": [{"name": "trainer", "state": waiting}]}))
-    assert view is not None
+    view = view_of(pod({"containerStatuses": [{"name": "trainer", "state": waiting}]}))
     assert view.message == "container trainer: ImagePullBackOff: Back-off pulling image"
 
 
@@ -109,14 +104,7 @@ def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
     ("node", "lost"),
     [
         ({"status": {"conditions": [{"type": "Ready", "status": "True"}]}}, False),
-        (
-            {
-                "status": {
-                    "conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]
-                }
-            },
-            True,
-        ),
+        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "X"}]}}, True),
         ({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, True),
         ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}}, True),
         ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}]}}, False),
@@ -138,23 +126,12 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
         (ContainerState.ENDED, {"state": end, "lastState": {}}),
         (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
     ):
-        raw = {
-            "metadata": {
-                "name": "p",
-                "uid": "u",
-                "labels": LABELS,
-                "ownerReferences": kubelet_words.made_by("u"),
-            },
-            "spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]},
-            "status": {"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]},
-        }
-        pod = parse_pod(raw)
-        assert pod is not None
-        assert pod.trainer == ContainerView(
-            2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state
-        )
-        assert pod.trainer.oom_killed
-        assert pod.sidecar == ContainerView()
+        raw = pod({"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]})
+        raw["spec"] = {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]}
+        view, ended = view_of(raw), parse_time("2026-01-01T00:00:10Z")
+        assert view.trainer == ContainerView(2, "OOMKilled", ended, 137, "64Gi", state)
+        assert view.trainer.oom_killed
+        assert view.sidecar == ContainerView()
 
 
 @pytest.mark.parametrize(
@@ -195,12 +172,8 @@ def test_node_that_is_not_ready_is_told_from_one_that_an_admin_gave_up() -> None
 
 
 def test_conditions_of_a_node_are_read_for_rules() -> None:
-    raw = {
-        "metadata": {"name": "n"},
-        "status": {
-            "conditions": [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]
-        },
-    }
+    told = [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]
+    raw = {"metadata": {"name": "n"}, "status": {"conditions": told}}
     assert parse_node(raw).conditions == {"Ready": "True", "GpuEcc": "False"}
 
 
@@ -377,12 +350,6 @@ def test_pod_whose_sandbox_is_made_anew_is_told_from_one_that_starts(
     assert (view.remade_since is not None) is anew
 
 
-def view_of(raw: dict[str, Any]) -> PodView:
-    found = parse_pod(raw)
-    assert found is not None
-    return found
-
-
 # A placement is read back as it was written.
 
 
@@ -494,7 +461,7 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
 
 
 def test_one_long_message_is_left_whole_and_a_usual_status_is_not_touched() -> None:
-    world = World().running(0)
+    world = trained(0)
     assert fit_status(world.status)[0] == world.status
     long = Condition(conditions.PLACED, False, "R", "m" * 4000, rfc3339(START))
     record = dataclasses.replace(world.status, conditions=(long, *world.status.conditions[1:]))
@@ -517,7 +484,7 @@ def test_room_is_shared_so_that_only_the_long_ones_give_way(lengths: list[int], 
 
 
 def test_every_condition_tells_which_generation_of_the_spec_it_is_about() -> None:
-    world = World().running(0)
+    world = trained(0)
     world.job = dataclasses.replace(world.job, generation=7)
     world.tick()
     assert {entry.observed_generation for entry in world.status.conditions} == {7}

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from testbed import cgroups, control_plane, network, registry
+from testbed import cgroups, control_plane, network
 from testbed.node import Node
 from testbed.processes import Processes, run, wait_for
 
@@ -69,7 +69,7 @@ class Testbed:
             print(f"{time.monotonic() - since:5.0f} s  {what}", flush=True)
 
         core = network.start_core(self.processes)
-        registry.start(self.processes, self.folder, core)
+        network.start_registry(self.processes, self.folder, core)
         control_plane.start(self.processes, self.folder, core, len(self.nodes))
         say("API server answers")
         self.start_services()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import datetime
 import json
-import ssl
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.access import server_tls
 from tests.local.apiserver.api_client import Api, Refused, config_map, eventually, pod
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_operator.kubernetes.certificates import issue_pair
 
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
@@ -30,8 +30,8 @@ class Webhook:
 
     api: Api
     namespace: str
-    server: ThreadingHTTPServer
     authority: bytes
+    url: str = ""
     patch: list[dict[str, Any]] = field(default_factory=list)
     denial: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Webhook:
             "failurePolicy": "Ignore",
             "timeoutSeconds": 5,
             "clientConfig": {
-                "url": f"https://127.0.0.1:{self.server.server_address[1]}/{name}",
+                "url": f"{self.url}/{name}",
                 "caBundle": base64.b64encode(self.authority).decode(),
             },
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}},
@@ -107,13 +107,10 @@ class Webhook:
 @pytest.fixture
 def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
     pair = issue_pair("conformance", ["127.0.0.1"], datetime.timedelta(days=1))
-    (tmp_path / "crt").write_bytes(pair.certificate)
-    (tmp_path / "key").write_bytes(pair.key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+    made = Webhook(api, namespace, pair.ca)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Handler(QuietHandler):
+        def do_POST(self) -> None:  # noqa: N802
             review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if made.slow is not None:
                 made.slow.wait(30)
@@ -128,22 +125,10 @@ def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
-            """Tests say what went wrong."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    # Callers that hang up are part of the tests.
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    made = Webhook(api, namespace, server, pair.ca)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield made
-    for name in made.names:
-        api.delete(f"{CONFIGURATIONS}/{name}")
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with listening(Handler, server_tls(pair, tmp_path)) as made.url:
+        yield made
+        for name in made.names:
+            api.delete(f"{CONFIGURATIONS}/{name}")
 
 
 def test_patch_is_applied_before_the_object_is_stored(api: Api, core: str, webhook: Webhook) -> None:

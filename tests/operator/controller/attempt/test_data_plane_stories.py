@@ -54,8 +54,7 @@ def test_delta_that_one_rank_skipped_costs_the_steps_after_it_and_the_reason_say
     start = world.newest_step()
     gap = start + 6 - (start + 6) % 4 + 2
     world.skipped = {(1, gap)}
-    while world.newest_step() <= gap:
-        world.tick()
+    world.tick_until(lambda: world.newest_step() > gap)
     world.crash(0)
     summary = world.recovered()
     assert summary["step"] == gap - 1
@@ -194,7 +193,6 @@ def test_two_losses_in_one_group_are_rebuilt_with_parity_of_two() -> None:
     for worker in group.members:
         world.kill_node(world.home(worker))
     last = world.newest_step()
-    world.train(4)
     summary = world.recovered()
     assert (summary["step"], summary["lostSteps"]) == (last, 0)
     assert summary["rebuilt"] == 2
@@ -205,7 +203,6 @@ def test_more_losses_than_parity_go_back_to_the_remote_tier() -> None:
     for worker in world.saved.groups[0].members:
         world.kill_node(world.home(worker))
     stored = max(world.remote)
-    world.train(4)
     summary = world.recovered()
     assert summary["step"] >= stored.step
     assert summary["tiers"]["remote"] > 0
@@ -217,7 +214,6 @@ def test_lost_holder_costs_nothing_and_its_replacement_folds_again() -> None:
     holder = world.saved.groups[0].holders[0]
     world.kill_node(world.home(holder))
     last = world.newest_step()
-    world.train(4)
     assert world.recovered()["step"] == last
     world.train(6)
     kept = {
@@ -242,14 +238,12 @@ def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_los
     assert world.status.holds("Protected")
     world.kill_node(world.home(3))
     last = world.newest_step()
-    world.train(4)
     summary = world.recovered()
     assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 0)
     world.train(8)
     assert not any(sidecar.hosted for sidecar in world.sidecars.values())
     world.kill_node(world.home(0))
     last = world.newest_step()
-    world.train(4)
     summary = world.recovered(3)
     assert (summary["step"], summary["lostSteps"]) == (last, 0)
     assert summary["rebuilt"] >= 1
@@ -260,7 +254,6 @@ def test_change_from_parity_to_copies_still_rebuilds_from_the_blocks_once() -> N
     change(world, copies=1, parity=None)
     world.kill_node(world.home(1))
     last = world.newest_step()
-    world.train(4)
     summary = world.recovered()
     assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 1)
     world.train(8)

@@ -15,7 +15,7 @@ from tiercheck_operator.model.status import JobRecord
 
 
 def test_a_new_job_gets_its_pods_and_trains_from_scratch() -> None:
-    world = World().running(0)
+    world = trained(0)
     assert sorted(pod.name for pod in world.pods.values()) == ["j-0-0", "j-1-0", "j-2-0", "j-3-0"]
     assert world.status.attempt == 1
     assert world.starts == {1: dict.fromkeys(range(4))}
@@ -75,7 +75,6 @@ def test_worker_on_lost_node_is_restored_from_peer_elsewhere() -> None:
     world = trained()
     node = world.home(3)
     world.kill_node(node)
-    world.train(4)
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert world.summary["cause"] in ("NodeLost", "SidecarSilent")
@@ -87,7 +86,6 @@ def test_workers_on_lost_rack_are_restored_from_the_other_rack() -> None:
     world = trained()
     for name in ("n10", "n11"):
         world.kill_node(name)
-    world.train(6)
     summary = world.recovered_from("DomainLost")
     assert summary["message"].startswith("rack r1 lost: workers ")
     assert summary["tiers"]["remote"] == 0
@@ -288,8 +286,7 @@ def test_first_attempt_takes_over_what_an_earlier_job_left_in_the_remote_tier_at
 def test_step_that_was_asked_for_stays_asked_for_where_the_first_attempt_never_trained() -> None:
     world = World(make_spec(remote=REMOTE, restore_step=40))
     world.remote = {Version(40, 3), Version(44, 3)}
-    while world.status.attempt < 4:
-        world.tick()
+    world.tick_until(lambda: world.status.attempt >= 4)
     world.evict(world.member(2))
     world.until("Running", attempt=5)
     assert 4 not in world.starts

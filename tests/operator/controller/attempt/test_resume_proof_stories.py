@@ -118,7 +118,7 @@ def test_difference_is_one_event_and_every_result_is_counted_once() -> None:
 
 
 def test_start_from_scratch_has_nothing_to_compare() -> None:
-    world = World(make_spec(workers=4)).running(0)
+    world = trained(0, workers=4)
     world.crash(1)
     world.until("Running", attempt=2)
     assert (world.status.last_recovery or {"step": 0})["step"] == 0
@@ -144,8 +144,7 @@ def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_go
     while world.newest_step() < 12:
         world.train(1)
     world.crash(1)
-    while world.status.attempt < 2:
-        world.tick()
+    world.tick_until(lambda: world.status.attempt >= 2)
     assert world.status.restored_version == Version(11, 1)
     for sidecar in world.sidecars.values():
         sidecar.own = {Artifact(sidecar.worker, Version(12, 1))}
@@ -195,8 +194,7 @@ def test_each_directive_follows_what_the_sidecar_has_said_whoever_leads() -> Non
 def test_directive_is_the_same_however_often_it_is_decided_upon() -> None:
     """The answer to it may have been lost."""
     world = Listening()
-    while not world.sent:
-        world.tick()
+    world.tick_until(lambda: world.sent)
     told = list(world.sent)
     world.reconcile()  # nothing was heard since
     assert world.sent == [*told, *told]
@@ -238,7 +236,7 @@ def test_no_attempt_begins_before_a_sidecar_that_answers_has_said_what_it_holds(
 
 
 def test_answer_counts_for_what_is_held_from_when_that_was_told() -> None:
-    world = World().running(0)
+    world = trained(0)
     known = world.reports[world.member(0)]
     assert known.holdings_at == known.answered_at
     later = replace(bare(known), held_at=known.answered_at, answered_at=(known.answered_at or 0.0) + 60)

@@ -112,8 +112,7 @@ def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of() -
     world.train(3)
     world.hanging = {2}
     world.crash(3)
-    while len(world.created) < 6:
-        world.tick()
+    world.tick_until(lambda: len(world.created) >= 6, limit=2000)
     assert [action.incarnation for action in world.created if action.worker == 2] == [0, 1, 2], (
         "a step makes it forgotten"
     )
@@ -225,5 +224,4 @@ def test_bound_is_read_from_the_failure_policy_and_told_to_every_sidecar() -> No
     assert (spec(), spec(restoreStallSeconds=600)) == (180.0, 600.0)
     world = trained(6, restore_stall=STALL)
     sidecar = world.sidecar(1)
-    assert sidecar.directive is not None
-    assert sidecar.directive.policy.restore_stall == STALL
+    assert sidecar.told.policy.restore_stall == STALL

@@ -37,9 +37,13 @@ def crowded(**changes: object) -> World:
     return world
 
 
-def test_job_without_a_node_for_a_worker_says_so_at_once_and_calls_for_help_later() -> None:
-    world = crowded(capacity_timeout=60.0)
-    world.train(20)
+@pytest.mark.parametrize("timeout", [60, None])
+def test_job_without_a_node_for_a_worker_says_so_at_once_and_calls_for_help_later(
+    timeout: int | None,
+) -> None:
+    """After five minutes unless the job says something else."""
+    world = crowded(capacity_timeout=timeout)
+    world.train((timeout or 300) - 20)
     assert world.told("Placed")[:2] == (False, "Unschedulable")
     assert "NoCapacity" not in world.notices
     world.train(60)
@@ -53,14 +57,6 @@ def test_job_without_a_node_for_a_worker_says_so_at_once_and_calls_for_help_late
     assert world.condition("Placed").message == before, "time alone writes no status"
 
 
-def test_operators_default_is_five_minutes() -> None:
-    world = crowded()
-    world.train(280)
-    assert world.condition("Placed").reason == "Unschedulable"
-    world.train(60)
-    assert world.condition("Placed").reason == "NoCapacity"
-
-
 def test_survivors_keep_their_pods_and_memory_and_the_job_goes_on_from_there() -> None:
     world = crowded(capacity_timeout=30.0)
     survivors = {world.member(worker) for worker in (0, 2, 3)}
@@ -68,7 +64,6 @@ def test_survivors_keep_their_pods_and_memory_and_the_job_goes_on_from_there() -
     assert survivors <= set(world.pods)
     assert world.status.attempt == 1
     world.change_nodes("n12", schedulable=True)
-    world.train(5)
     assert world.recovered()["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert world.condition("Placed").status
     assert survivors <= set(world.pods)
@@ -80,7 +75,6 @@ def test_node_that_was_avoided_is_used_when_it_is_well_again_and_nothing_else_is
     world.train(50)
     assert world.condition("Placed").reason == "NoCapacity"
     world.revive_node(dead)
-    world.train(60)
     world.until("Running", attempt=2)
     assert world.home(1) == dead
 
@@ -195,7 +189,6 @@ def test_lost_worker_comes_back_although_its_old_pod_or_its_spare_may_not_be_cha
     world = trained(nodes_per_rack=3, spares=1)
     world.refuses = refusing(kind)
     world.kill_node(world.home(1))
-    world.train(20)
     world.until("Running", attempt=2)
     if kind is DeletePod:
         assert world.told("Placed")[:2] == (True, conditions.REFUSED)
@@ -233,7 +226,6 @@ def test_job_that_may_not_shrink_waits_for_the_quota_and_says_that_and_nothing_e
     world.train(60)
     assert world.status == before, "time alone writes no status"
     world.refuses = refusing()
-    world.train(12)
     world.until("Running", attempt=2)
     assert world.condition("Placed").reason != conditions.REFUSED
 
@@ -280,17 +272,11 @@ def test_lost_secret_is_told_with_the_remedy_and_training_is_left_alone(unreadab
         assert not any(isinstance(action, EnsureCredentials) for action in world.last.before)
     world.assert_told("Placed", (False, "CredentialsLost"), "Secret j-credentials", "backup")
     assert (set(world.pods), world.status.attempt) == (pods, attempt)
-
-
-def test_secret_that_is_back_is_used_and_the_condition_goes() -> None:
-    world = training_without_secret()
-    world.tick()
     world.have_credentials = world.knows_credentials = True
     for sidecar in world.sidecars.values():
         sidecar.reachable = True
-    world.train(5)
-    assert world.told("Placed")[0] is True
-    assert world.status.attempt == 1
+    world.train(5, attempt)
+    assert world.told("Placed")[0] is True, "one that is back is used"
 
 
 def test_new_secret_is_made_once_no_pod_runs_with_the_old_one() -> None:
@@ -303,7 +289,7 @@ def test_new_secret_is_made_once_no_pod_runs_with_the_old_one() -> None:
 
 
 def test_secret_that_the_operator_remembers_is_written_again() -> None:
-    world = World().running(0)
+    world = trained(0)
     world.have_credentials = False
     world.tick()
     assert world.have_credentials
@@ -322,18 +308,12 @@ def upgraded(world: World) -> None:
     world.forget()
 
 
-def test_new_operator_spends_no_attempt_and_touches_no_pod() -> None:
-    world = World(make_spec(workers=4)).running(0)
+def test_new_operator_touches_no_pod_and_a_replacement_has_the_sidecar_that_the_job_began_with() -> None:
+    world = trained(0, workers=4)
     attempt, pods, created = world.status.attempt, set(world.pods), len(world.created)
     upgraded(world)
     world.train(20, attempt=attempt)
     assert (set(world.pods), len(world.created)) == (pods, created)
-
-
-def test_replacement_after_an_upgrade_has_the_sidecar_that_the_job_began_with() -> None:
-    world = World(make_spec(workers=4)).running(0)
-    upgraded(world)
-    attempt = world.status.attempt
     world.evict(world.member(2))
     world.until("Running", attempt=attempt + 1)
     assert world.status.attempt == attempt + 1

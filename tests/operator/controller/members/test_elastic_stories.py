@@ -6,7 +6,6 @@ started again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, Version
 from tiercheck_operator.controller.members import elastic as elastic_module
 from tiercheck_operator.model.actions import Promote
-from tiercheck_operator.model.status import SizeRecord, render_record
+from tiercheck_operator.model.status import SizeRecord, SparesRecord, render_record
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"
@@ -50,23 +49,21 @@ def pod_of(world: World, worker: int) -> str:
 def shrunk(world: World, *lost: int) -> World:
     attempt = world.status.attempt
     lose(world, *lost)
-    world.train(12)
     world.until("Running", attempt=attempt + 1)
     return world
-
-
-def tick_until(world: World, condition: Callable[[], object]) -> None:
-    for _ in range(300):
-        if condition():
-            return
-        world.tick()
-    raise AssertionError(f"in vain: {render_record(world.status)}")
 
 
 def shrunk_a_while(lost: int = 1, **changes: Any) -> World:
     """It has made versions of its own."""
     world = shrunk(elastic(**changes), lost)
     world.train(8)
+    return world
+
+
+def with_room_again() -> World:
+    """The smaller job, as soon as there are nodes for everybody."""
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     return world
 
 
@@ -135,8 +132,7 @@ def test_pods_that_found_no_node_are_given_up_and_the_missing_worker_is_asked_fo
     world = shrunk(elastic(), 1)
     world.train(5)
     assert sorted(pod.name for pod in world.pods.values() if pod.node is None) == ["j-spare-0"]
-    assert world.status.spares is not None
-    assert (world.status.spares.wanted, world.status.spares.ready) == (1, 0)
+    assert world.status.spares == SparesRecord(1, 0)
 
 
 def test_smaller_job_is_protected_and_comes_back_to_what_it_made_itself() -> None:
@@ -150,16 +146,6 @@ def test_smaller_job_is_protected_and_comes_back_to_what_it_made_itself() -> Non
     workers, back = begun(world)
     assert (workers, back.attempt) == ([0, 1, 2], 2)
     assert world.summary["tiers"]["local"] == 3
-
-
-def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_larger_ones_version() -> None:
-    world = elastic()
-    newest = world.committed
-    world.change(snapshot_every=1000)
-    shrunk(world, 0)
-    assert world.crash(2)
-    world.recovered(3)
-    assert begun(world) == ([0, 1, 2], newest)
 
 
 def test_several_may_be_lost_at_once() -> None:
@@ -189,12 +175,11 @@ def test_further_loss_makes_it_smaller_again_but_not_below_the_least() -> None:
 def test_survivor_that_dies_before_it_has_its_new_place_makes_the_job_smaller_still() -> None:
     world = elastic(workers=4, least=2, copies=3)
     lose(world, 1)
-    tick_until(world, lambda: world.status.size)
+    world.tick_until(lambda: world.status.size)
     doomed = pod_of(world, 3)
     node = world.pods[doomed].node
     assert node is not None
     world.kill_node(node)
-    world.train(20)
     world.until("Running", attempt=2)
     assert len(begun(world)[0]) == world.status.size.workers == 2 if world.status.size else False
 
@@ -203,7 +188,7 @@ def test_node_that_comes_back_just_then_is_used_and_the_job_is_whole() -> None:
     """The size is written, nothing else has happened: with a node for everybody nobody has to change."""
     world = elastic()
     lose(world, 1)
-    tick_until(world, lambda: world.status.size)
+    world.tick_until(lambda: world.status.size)
     unschedulable = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
     world.change_pod(unschedulable, node="n13", unschedulable_since=None)
     world.reconcile()
@@ -286,10 +271,10 @@ def test_operator_killed_between_any_two_writes_shrinks_the_job_once_and_well(mo
     world = elastic()
     newest, survivors = world.committed, {pod_of(world, worker) for worker in (0, 2, 3)}
     lose(world, 1)
-    tick_until(world, lambda: world.status.recovery)
+    world.tick_until(lambda: world.status.recovery)
     assert world.status.recovery is not None
     soon = world.status.recovery.detected_at + TIMEOUT - 2
-    tick_until(world, lambda: world.now >= soon)
+    world.tick_until(lambda: world.now >= soon)
     for tick in range(moment // 2, moment // 2 + 6):
         world.tick(killed_after=tick % 7)
     world.until("Running", attempt=2)
@@ -300,8 +285,7 @@ def test_operator_killed_between_any_two_writes_shrinks_the_job_once_and_well(mo
 
 @pytest.mark.parametrize("moment", range(14))
 def test_operator_killed_between_any_two_writes_grows_the_job_once_and_well(moment: int) -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(57)
     for tick in range(moment // 2, moment // 2 + 6):
         world.tick(killed_after=tick % 7)
@@ -314,7 +298,7 @@ def test_operator_killed_between_any_two_writes_grows_the_job_once_and_well(mome
 def test_decision_made_from_an_old_view_gives_a_survivor_one_place_only() -> None:
     world = elastic()
     lose(world, 1)
-    tick_until(world, lambda: promotes(world))
+    world.tick_until(lambda: promotes(world))
     again = promotes(world)
     assert [(action.worker, action.pod.worker) for action in again] == [(1, 3)]
     now = dict(world.pods)
@@ -324,13 +308,11 @@ def test_decision_made_from_an_old_view_gives_a_survivor_one_place_only() -> Non
 
 
 def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its_own() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.until("Running", attempt=3)
     world.train(5)
     assert "j-3-0" in {pod.name for pod in world.pods.values() if pod.worker == 1}
     world.evict(pod_of(world, 3))
-    world.train(3)
     world.until("Running", attempt=4)
     assert world.pods[pod_of(world, 3)].name == "j-3-2"
 
@@ -374,8 +356,7 @@ def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(
     world.train(5)
     _, base = begun(world)
     assert base == Version(100, 1) == world.committed
-    directive = world.sidecars[pod_of(world, 0)].directive
-    assert directive is not None
+    directive = world.sidecars[pod_of(world, 0)].told
     world.copied[directive.attempt, directive.placement] = Version(world.newest_step(), 2)
     world.change_nodes(schedulable=True)
     world.train(75)
@@ -395,8 +376,7 @@ def test_pods_that_trained_on_keep_their_places_and_the_spare_gets_the_missing_o
 
 
 def test_room_that_does_not_last_changes_nothing() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(30)
     (spare,) = (uid for uid, pod in world.pods.items() if pod.is_spare)
     world.change_nodes(schedulable=False)
@@ -420,8 +400,7 @@ def test_job_does_not_grow_before_the_smaller_one_has_a_complete_version_of_its_
 
 
 def test_job_that_comes_back_from_a_loss_takes_the_room_that_there_is() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.train(10)
     assert world.crash(0)
     world.recovered(3)
@@ -429,9 +408,8 @@ def test_job_that_comes_back_from_a_loss_takes_the_room_that_there_is() -> None:
 
 
 def test_growth_that_comes_to_nothing_lets_the_smaller_job_train_on() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
-    tick_until(world, lambda: world.status.size is None)
+    world = with_room_again()
+    world.tick_until(lambda: world.status.size is None)
     world.change_nodes(schedulable=False)
     for uid in [uid for uid, pod in world.pods.items() if pod.is_spare or pod.worker == 3]:
         world._gone(uid)
@@ -457,7 +435,6 @@ def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
     world.train(400)
     assert world.newest_step() == step + 400, "it trains on all the while"
     world.change_nodes(schedulable=True)
-    world.train(200)
     world.until("Running", attempt=3, limit=600)
 
 
@@ -472,13 +449,11 @@ def test_spares_that_the_spec_asks_for_are_there_again_afterwards() -> None:
     world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
     world.train(10)
-    assert world.status.spares is not None
-    assert (world.status.spares.wanted, world.status.spares.ready) == (1, 1)
+    assert world.status.spares == SparesRecord(1, 1)
 
 
 def test_job_that_has_ended_does_not_grow() -> None:
-    world = shrunk_a_while()
-    world.change_nodes(schedulable=True)
+    world = with_room_again()
     world.total_steps = world.newest_step() + 20
     world.until("Completed")
     assert world.status.attempt == 2
@@ -500,7 +475,7 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
     world.change_nodes(schedulable=False)
     world.train(5, attempt=0)
     (beyond,) = (pod for pod in world.pods.values() if pod.worker == 2)
-    tick_until(world, lambda: world.pods.get(beyond.uid, beyond).deleting)
+    world.tick_until(lambda: world.pods.get(beyond.uid, beyond).deleting)
     assert beyond.node is not None
     world.train(3)
     assert world.status.size == SizeRecord(2), "room that is about to be given back is not given up"
@@ -510,7 +485,6 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
     assert world.status.size == SizeRecord(2)
     assert world.status.history.ranks == 2
     world.change_nodes(schedulable=True)
-    world.train(10)
     world.until("Running", attempt=2)
     assert begun(world)[0] == [0, 1, 2, 3]
 
@@ -531,7 +505,7 @@ def test_survivors_are_told_to_finish_as_who_they_know_themselves_to_be() -> Non
     """Suspended between the new label and the new attempt."""
     world = elastic(remote=REMOTE)
     lose(world, 1)
-    tick_until(world, lambda: promotes(world))
+    world.tick_until(lambda: promotes(world))
     assert [pod.worker for pod in world.pods.values() if pod.name == "j-3-0"] == [1]
     world.change(suspend=True)
     world.train(3)
@@ -578,10 +552,11 @@ def test_smaller_job_goes_back_to_the_newest_snapshot_that_all_had_whatever_delt
     assert "made by 4 ranks, from which 3 read their parts" in summary["reason"]
 
 
-def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_same_step() -> None:
-    world = with_deltas()
-    newest = Version(world.newest_step() - world.newest_step() % 4, 1)
-    world.change(snapshot_every=100)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_same_step(deltas: bool) -> None:
+    world = with_deltas() if deltas else elastic()
+    newest = Version(world.newest_step() - world.newest_step() % (4 if deltas else 2), 1)
+    world.change(snapshot_every=1000)
     shrunk(world, 3)
     assert begun(world) == ([0, 1, 2], newest)
     world.crash(1)
@@ -592,35 +567,20 @@ def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_sam
 # Suspended, given another number of workers, and resumed from where it was.
 
 
-def a_job(workers: int) -> World:
-    world = trained(remote=REMOTE, workers=workers)
-    assert world.remote
-    return world
-
-
 def restart_with(world: World, workers: int) -> None:
-    world.change(suspend=True)
-    world.until("Suspended")
-    world.change(workers=workers)
+    world.suspended()
     before = world.status.attempt
-    world.change(suspend=False)
+    world.change(workers=workers, suspend=False)
     world.recovered(before + 1)
     world.train(2)
 
 
-def begun_by(world: World, workers: int) -> set[Version | None]:
-    """What the workers of the newest attempt began from."""
-    starts = world.starts[max(world.starts)]
-    assert sorted(starts) == list(range(workers))
-    return set(starts.values())
-
-
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_job_of_another_size_goes_on_from_the_version_of_the_former_one(before: int, after: int) -> None:
-    world = a_job(before)
+    world = trained(remote=REMOTE, workers=before)
     newest = max(world.remote)
     restart_with(world, after)
-    assert begun_by(world, after) == {newest}
+    assert begun(world) == ([*range(after)], newest)
     assert world.status.history.ranks == after
     assert f"made by {before} ranks" in world.summary["reason"]
     assert (world.status.crashes, world.status.disruptions) == (0, 0)
@@ -631,7 +591,7 @@ def test_job_of_another_size_goes_on_from_the_version_of_the_former_one(before: 
 def test_failure_after_that_comes_back_to_versions_of_the_new_ranks_once_they_have_saved_any(
     saved: bool,
 ) -> None:
-    world = a_job(4)
+    world = trained(remote=REMOTE, workers=4)
     newest = max(world.remote)
     world.change(snapshot_every=2 if saved else 100)
     restart_with(world, 2)
@@ -639,13 +599,13 @@ def test_failure_after_that_comes_back_to_versions_of_the_new_ranks_once_they_ha
     attempt = world.status.attempt
     world.evict(world.member(1))
     world.recovered(attempt + 1)
-    (version,) = begun_by(world, 2)
-    assert version is not None
+    workers, version = begun(world)
+    assert workers == [0, 1]
     assert (world.made[version], version.attempt) == (2, attempt) if saved else version == newest
 
 
 def test_workers_may_change_while_the_job_is_still_being_suspended() -> None:
-    world = a_job(4)
+    world = trained(remote=REMOTE, workers=4)
     world.change(suspend=True)
     world.tick()
     world.change(workers=2)
@@ -654,25 +614,24 @@ def test_workers_may_change_while_the_job_is_still_being_suspended() -> None:
         assert sidecar.directive is None or sidecar.directive.workers == 4
     world.change(suspend=False)
     world.recovered()
-    (version,) = begun_by(world, 2)
-    assert version is not None
-    assert world.made[version] == 4
+    workers, version = begun(world)
+    assert (workers, world.made[version]) == ([0, 1], 4)
 
 
 def test_another_job_of_that_name_may_have_another_size() -> None:
-    first = a_job(4)
+    first = trained(remote=REMOTE, workers=4)
     newest = max(first.remote)
     second = World(make_spec(remote=REMOTE, workers=2))
     second.remote, second.made = set(first.remote), dict(first.made)
     second.until("Running")
     second.train(2)
-    assert begun_by(second, 2) == {newest}
+    assert begun(second) == ([0, 1], newest)
     assert second.status.history.branches[0] == Branch(newest.attempt, 0, ranks=4)
 
 
 def restores_of(workers: int) -> dict[int, Restore]:
     """What each worker of a job that had four is told to restore, by the newest directive to hold."""
-    world = a_job(4)
+    world = trained(remote=REMOTE, workers=4)
     restart_with(world, workers)
     told = {worker: world.sidecars[world.member(worker)].directive for worker in range(workers)}
     return {worker: each.restore for worker, each in told.items() if each is not None and each.restore}

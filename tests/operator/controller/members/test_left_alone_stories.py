@@ -13,15 +13,6 @@ from tiercheck_operator.controller.members.lost_nodes import why_lost
 from tiercheck_operator.model.observed import Observation, PodView
 
 
-def without_kubelets(seconds: int = 60) -> World:
-    """As long as the kubelets of all nodes say nothing."""
-    world = watched(node_grace=40)
-    for name in world.nodes:
-        world.stop_kubelet(name)
-    world.train(seconds)
-    return world
-
-
 def assert_trains_on(world: World, seconds: int) -> None:
     """Nobody is deleted, no attempt is spent, and steps are made."""
     attempt, step, members = world.status.attempt, world.newest_step(), set(world.pods)
@@ -36,8 +27,7 @@ def die_often(world: World, uid: str, times: int) -> None:
     """The pod's sidecar is killed so often, each time once its kubelet has started it again."""
     for _ in range(times):
         world.kill_sidecar(uid)
-        while not world.containers[uid].listening:
-            world.tick()
+        world.tick_until(lambda: world.containers[uid].listening)
 
 
 # Sidecars that start.
@@ -102,9 +92,7 @@ def test_sidecar_that_the_kubelet_holds_back_costs_no_step_however_often_it_died
 def test_job_says_within_a_step_that_it_is_unprotected_and_how_long_the_kubelet_will_wait() -> None:
     world = watched(node_grace=40)
     uid = world.member(1)
-    world.kill_sidecar(uid)
-    world.train(5)
-    world.kill_sidecar(uid)
+    killed_twice(world, uid)
     world.train(1)
     assert world.told("Protected")[:2] == (False, "SidecarRestarting"), (
         "at once, before its kubelet has said for how long"
@@ -148,6 +136,13 @@ def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet
     world.assert_told("Protected", (False, "SidecarNotAnswering"), "worker 1")
 
 
+def killed_twice(world: World, uid: str) -> None:
+    """Its kubelet will hold it back."""
+    world.kill_sidecar(uid)
+    world.train(5)
+    world.kill_sidecar(uid)
+
+
 def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps() -> None:
     """Its kubelet says that it is well, and no call gets through: the network of the pods is away, that of
     the trainers is not."""
@@ -161,9 +156,7 @@ def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_ste
 def test_crash_while_a_sidecar_is_held_back_for_seconds_waits_for_it() -> None:
     world = watched(node_grace=40)
     uids = {world.member(worker) for worker in range(4)}
-    world.kill_sidecar(world.member(1))
-    world.train(5)
-    world.kill_sidecar(world.member(1))
+    killed_twice(world, world.member(1))
     world.train(3)
     world.crash(2)
     world.until("Running", attempt=2)
@@ -211,9 +204,7 @@ def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_
     it."""
     world = watched(node_grace=40)
     uid = world.member(1)
-    world.kill_sidecar(uid)
-    world.train(5)
-    world.kill_sidecar(uid)
+    killed_twice(world, uid)
     world.crash(2)
     world.sidecars[uid].closed = True  # for calls, a moment longer than for probes
     while not world.containers[uid].listening:
@@ -239,8 +230,7 @@ def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> N
 
 def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None:
     world = watched(node_grace=40)
-    for name in world.nodes:
-        world.stop_kubelet(name)
+    world.stop_kubelets()
     assert_trains_on(world, 115)
     assert all(each.lost for each in world.nodes.values())
     world.assert_told(
@@ -250,8 +240,7 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
         "node is not ready (NodeStatusUnknown), and so it is with those of",
     )
     assert "NodeNotReady" in world.notices
-    for name in world.nodes:
-        world.start_kubelet(name)
+    world.start_kubelets()
     world.train(2)
     assert world.told("Placed")[1] == "AllPlaced"
 
@@ -264,28 +253,22 @@ def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards() 
     world.train(20)
     before = world.told("Placed")
     assert before[1] == "NodesUnlabelled"
-    for name in world.nodes:
-        world.stop_kubelet(name)
+    world.stop_kubelets()
     world.train(60)
     assert world.told("Placed")[1] == "NodeNotReady"
-    for name in world.nodes:
-        world.start_kubelet(name)
+    world.start_kubelets()
     world.train(2)
     assert world.told("Placed") == before
 
 
-def test_operator_that_restarts_in_such_an_outage_deletes_nobody() -> None:
-    world = without_kubelets()
+def test_operator_that_restarts_in_such_an_outage_deletes_nobody_and_a_crash_restarts_in_place() -> None:
+    world = watched(node_grace=40)
+    world.stop_kubelets()
+    world.train(60)
     for _ in range(5):
         world.forget()
         world.reconcile()
-        world.train(3)
-    assert world.deleted == []
-    assert world.status.attempt == 1
-
-
-def test_crash_in_such_an_outage_restarts_in_place() -> None:
-    world = without_kubelets()
+        world.train(3, attempt=1)
     world.crash(2)
     world.recovered()
     assert world.deleted == []
@@ -294,7 +277,7 @@ def test_crash_in_such_an_outage_restarts_in_place() -> None:
 def test_node_whose_kubelet_has_stopped_for_good_is_told_avoided_and_left_when_kubernetes_evicts() -> None:
     world = watched(node_grace=40)
     node_3 = world.home(3)
-    world.stop_kubelet(node_3)
+    world.stop_kubelets(node_3)
     assert_trains_on(world, 300)
     assert node_3 in world.told("Placed")[2]
     world.evict(world.member(0))
@@ -313,7 +296,7 @@ def silent_without_a_kubelet(world: World, seconds: float) -> tuple[Observation,
     before.
     """
     uid = world.member(3)
-    world.stop_kubelet(world.home(3))
+    world.stop_kubelets(world.home(3))
     world.train(60)
     seen = world.observe()
     reports = {each: replace(known, stepped_at=seen.now - seconds) for each, known in seen.reports.items()}
@@ -357,7 +340,6 @@ def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
     name = world.home(3)
     labels = world.nodes[name].labels
     world.nodes[name] = node(name, labels, unready="Unknown", out_of_service=True)
-    world.train(3)
     world.until("Running", attempt=2)
     assert world.home(3) != name
 
@@ -365,7 +347,7 @@ def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
 def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it_may_be_us() -> None:
     world = watched(node_grace=40)
     for name in world.nodes:
-        world.stop_kubelet(name)
+        world.stop_kubelets(name)
         world.cut.add(frozenset((name, "controller")))
     world.train(200)
     assert world.deleted == []
@@ -374,8 +356,7 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
 def test_new_pod_on_the_first_node_to_turn_not_ready_after_an_outage_of_the_api_server_is_left() -> None:
     """Kubernetes marks all nodes in the same second, and watches tell of one after the other."""
     world = watched(node_grace=40)
-    for name in world.nodes:
-        world.stop_kubelet(name)
+    world.stop_kubelets()
     world.evict(world.member(3))
     world.train(17)
     new = world.pods[world.member(3)]
@@ -399,7 +380,7 @@ def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
 def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
     world = watched(node_grace=40)
     name = world.home(3)
-    world.stop_kubelet(name)
+    world.stop_kubelets(name)
     world.train(60)
     world.slow_trainers.add(3)  # its launcher is gone, and nobody starts it again
     world.crash(3)

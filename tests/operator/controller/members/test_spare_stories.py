@@ -9,7 +9,8 @@ import pytest
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.model.actions import CreatePod, Promote
+from tiercheck_operator.model.actions import Promote
+from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 from tiercheck_operator.model.status import SparesRecord
 
@@ -19,6 +20,11 @@ def with_spares(spares: int = 1, nodes_per_rack: int = 3, **changes: object) -> 
     world = trained(nodes_per_rack=nodes_per_rack, spares=spares, **changes)
     assert world.status.spares == SparesRecord(spares, spares)
     return world
+
+
+def with_spare() -> tuple[World, PodView]:
+    world = with_spares()
+    return world, world.spares()[0]
 
 
 def test_spares_are_made_only_once_every_worker_has_a_node() -> None:
@@ -33,8 +39,7 @@ def test_spares_are_made_only_once_every_worker_has_a_node() -> None:
 
 
 def test_spare_holds_no_copies_and_is_told_nothing() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     sidecar = world.sidecars[spare.uid]
     assert sidecar.directive is None
     assert not sidecar.hosted
@@ -47,8 +52,7 @@ def test_spare_holds_no_copies_and_is_told_nothing() -> None:
 
 
 def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_training_goes_on() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     world.created.clear()
     world.evict(world.member(1))
@@ -64,10 +68,8 @@ def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_trainin
 
 @pytest.mark.parametrize("worker", range(4))
 def test_spare_may_become_any_worker_even_the_coordinator(worker: int) -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     world.kill_node(world.home(worker))
-    world.train(12)
     world.until("Running", attempt=2)
     assert world.member(worker) == spare.uid
     for sidecar in world.sidecars.values():
@@ -93,8 +95,7 @@ def test_two_losses_use_the_spares_that_there_are_and_make_a_pod_for_who_gets_no
 
 
 def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     assert spare.node is not None
     world.kill_node(spare.node)
     world.train(20)
@@ -106,8 +107,7 @@ def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
 
 
 def test_silent_spare_is_replaced_but_not_while_nobody_answers() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     for sidecar in world.sidecars.values():
         sidecar.reachable = False
     world.train(100)
@@ -125,7 +125,6 @@ def test_spare_on_the_rack_that_died_is_not_used() -> None:
     lost = {pod.uid for pod in world.pods.values() if pod.node in dead}
     for name in dead:
         world.kill_node(name)
-    world.train(12)
     world.until("Running", attempt=2)
     for worker in range(4):
         assert world.member(worker) not in lost
@@ -144,7 +143,6 @@ def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_
     world.evict(world.member(2))
     world.tick(killed_after)
     world.tick(killed_after + 1)
-    world.train(3)
     world.until("Running", attempt=2)
     assert world.member(2) in before
     assert len([pod for pod in world.pods.values() if pod.worker == 2 and not pod.deleting]) == 1
@@ -191,8 +189,7 @@ def test_spares_can_be_asked_for_and_given_back_while_the_job_runs() -> None:
 
 def test_spare_without_a_node_is_told_and_takes_no_room_from_workers() -> None:
     world = World(make_spec(spares=1), 2, 3)
-    while not world.spares():
-        world.tick()
+    world.tick_until(world.spares)
     world.change_nodes(schedulable=False)
     world.running(6)
     assert world.told("SparesReady")[:2] == (False, "SparesUnschedulable")
@@ -211,13 +208,12 @@ def test_spare_takes_over_from_a_replacement_that_finds_no_node() -> None:
     world._make("j-spare-7", SPARE, 0, (), 7)
     uid = next(uid for uid, pod in world.pods.items() if pod.spare == 7)
     world.change_pod(uid, node="n00")
-    world.train(6)
     world.until("Running", attempt=2)
     assert world.pods[uid].worker == 1
     assert not [pod for pod in world.pods.values() if pod.worker == 1 and pod.uid != uid]
 
 
-def test_suspended_job_gives_its_spares_back_and_gets_new_ones_when_it_goes_on() -> None:
+def test_suspended_job_gives_its_spares_back_and_gets_new_ones_as_a_completed_one_does_not() -> None:
     world = with_spares(remote=REMOTE)
     world.change(suspend=True)
     world.train(60)
@@ -225,40 +221,24 @@ def test_suspended_job_gives_its_spares_back_and_gets_new_ones_when_it_goes_on()
     assert world.status.holds("Suspended")
     assert world.status.spares is None
     world.change(suspend=False)
-    world.train(3)
     world.until("Running", attempt=2)
     world.train(5)
     assert world.status.spares == SparesRecord(1, 1)
-
-
-def test_completed_job_gives_its_spares_back() -> None:
-    world = World(make_spec(spares=2), 2, 3, steps=20)
+    world.total_steps = world.newest_step() + 3
     world.until("Completed")
     world.train(5)
-    assert world.spares() == []
-    assert world.status.spares is None
+    assert (world.spares(), world.status.spares) == ([], None)
 
 
 def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_refused() -> None:
-    world = with_spares()
-    (spare,) = world.spares()
+    world, spare = with_spare()
     world.crash(0)
     world.recovered()
     world.evict(world.member(3))
     world.recovered(3)
     assert world.member(3) == spare.uid
-    directive = world.sidecars[spare.uid].directive
-    assert directive is not None
+    directive = world.sidecars[spare.uid].told
     assert (directive.attempt, directive.worker, directive.phase) == (3, 3, Phase.RELEASE)
-
-
-def test_no_pod_is_made_for_a_worker_that_gets_a_spare() -> None:
-    world = with_spares()
-    world.evict(world.member(0))
-    world.reconcile()
-    actions = world.last.before
-    assert [action.worker for action in actions if isinstance(action, Promote)] == [0]
-    assert not [action for action in actions if isinstance(action, CreatePod)]
 
 
 WHY = "it is tainted karpenter.sh/disrupted"
@@ -347,12 +327,11 @@ def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
 
 
 def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
-    world = trained(nodes_per_rack=3, spares=1)
+    world, spare = with_spare()
     node = world.home(3)
-    (spare,) = [uid for uid, pod in world.pods.items() if pod.is_spare]
     empty(world, node)
     world.until("Running", attempt=2)
-    assert world.pods[spare].worker == 3
+    assert world.pods[spare.uid].worker == 3
     assert world.home(3) != node
 
 
@@ -396,18 +375,10 @@ def test_operator_that_dies_during_a_move_finishes_it(moment: int) -> None:
 def node_object(
     taints: tuple[tuple[str, str], ...] = (), unschedulable: bool = False, **conditions: str
 ) -> dict[str, object]:
-    return {
-        "metadata": {"name": "n"},
-        "spec": {
-            "taints": [{"key": key, "effect": effect} for key, effect in taints],
-            "unschedulable": unschedulable,
-        },
-        "status": {
-            "conditions": [
-                {"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()
-            ]
-        },
-    }
+    tainted = [{"key": key, "effect": effect} for key, effect in taints]
+    told = [{"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()]
+    spec = {"taints": tainted, "unschedulable": unschedulable}
+    return {"metadata": {"name": "n"}, "spec": spec, "status": {"conditions": told}}
 
 
 @pytest.mark.parametrize("taint", sorted(LEAVING_TAINTS))
@@ -452,6 +423,5 @@ def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
     sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
     world.train(4, attempt=1)
     assert world.condition("Restoring").reason == "HandingOver"
-    world.train(4)
     world.until("Running", attempt=2)
     assert world.status.attempt == 2, "but not for long"

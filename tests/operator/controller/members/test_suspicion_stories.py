@@ -100,7 +100,7 @@ def test_kubelet_that_renews_its_lease_is_late_and_not_dead() -> None:
         world.kubelets = {late: world.now}
         world.tick()
     assert len([action for action in world.created if action.worker == 1]) == 2
-    world.start_kubelet(late)
+    world.start_kubelets(late)
     world.until("Running", attempt=2)
     assert world.home(1) == late
     world.evict(world.member(1))
@@ -161,7 +161,6 @@ def test_node_that_answers_us_but_no_peer_is_left_after_a_while() -> None:
     node = world.home(3)
     world.cut_off(node, *(set(world.nodes) - {node}))
     world.train(20, attempt=1)
-    world.train(20)
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert "cut off" in world.summary["message"]

@@ -68,8 +68,7 @@ def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to
     world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 0, 1, 2)
-    while world.status.attempt == 1:
-        world.tick()
+    world.tick_until(lambda: world.status.attempt != 1)
     sidecar = world.sidecar(3)
     world.undying.add(sidecar.pod)
     sidecar.killed_at = world.now  # what is left of the command that crashed
@@ -103,8 +102,7 @@ def test_two_such_workers_move_one_after_the_other_and_nothing_is_lost() -> None
     crash_beside_undying(world, 0, 1)
     world.until("Running", attempt=4)
     assert world.status.attempt == 4
-    summary = world.summary
-    assert summary["lostSteps"] <= 1
+    assert world.summary["lostSteps"] <= 1
     assert {pod.incarnation for pod in world.pods.values() if pod.worker < 2} == {1}
 
 
@@ -166,8 +164,7 @@ def test_first_step_makes_forgotten_what_failed_before_it() -> None:
     world = trained(6)
     world.bad_starts = {2}
     world.crash(1)
-    while world.status.failed_start is None:
-        world.tick()
+    world.tick_until(lambda: world.status.failed_start is not None)
     assert (world.status.failed_start.worker, world.status.failed_start.times) == (2, 1)
     world.bad_starts = set()
     world.recovered(3)
@@ -181,8 +178,7 @@ def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
     final = FailureRule("final", RuleAction.FAIL, ExitCodes(frozenset({9})))
     world = World(make_spec(rules=(final,)))
     world.bad_starts = {2}
-    while world.status.failed_start is None:
-        world.tick()
+    world.tick_until(lambda: world.status.failed_start is not None)
     while world.status.attempt == 2 and world.status.phase != "Failed":
         world.tick()
         sidecar = world.live_sidecar(2)
@@ -319,7 +315,6 @@ def tried(world: World) -> Counter[str]:
 @pytest.mark.parametrize("how", [REFUSED, NO_IMAGE, SILENT])
 def test_node_that_starts_no_pod_is_tried_twice_at_most(how: tuple[str, str, str]) -> None:
     world = lose_on_bad_node(how)
-    world.train(3)
     world.until("Running", attempt=2, limit=400)
     assert world.home(1) != world.liked
     assert tried(world) == {"": 3, world.liked: 1}
@@ -343,8 +338,7 @@ def test_scheduler_that_heeds_a_preference_needs_no_second_try_nor_does_an_opera
         world.train(3)
         world.liked = ""
     else:
-        while not world.status.places:
-            world.tick()
+        world.tick_until(lambda: world.status.places)
         for _ in range(40):
             world.forget()
             world.tick()
@@ -359,7 +353,6 @@ def test_two_nodes_that_refuse_in_turn_are_both_left() -> None:
             world.not_starting[name] = REFUSED
     world.liked = world.home(1)
     world.end_gracefully(world.member(1))
-    world.train(3)
     world.until("Running", attempt=2, limit=400)
     assert len(tried(world)) >= 2
 
@@ -382,7 +375,6 @@ def test_only_node_that_is_left_is_tried_again_and_used_when_it_is_well() -> Non
     assert (conditions.UNSCHEDULABLE, True) in said
     assert 2 <= len(world.created) - made <= 6
     world.not_starting.clear()
-    world.train(60)
     world.until("Running", attempt=2)
     assert world.home(1) == bad
 
@@ -408,7 +400,6 @@ def test_pod_that_waits_for_a_node_is_made_again_only_if_it_would_avoid_fewer() 
     world.train(90)
     assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,)]
     world._gone(uid)
-    world.train(40)
     world.until("Running", attempt=3)
     assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,), ()]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.operator.api_model import ApiModel
 from tests.operator.controller.test_job_loop import StandIn, new_job, surroundings
-from tests.operator.kubernetes.test_api_calls import JOB, Server
+from tests.operator.kubernetes.test_api_calls import JOB
 from tests.operator.test_metrics import value
 from tests.operator.world_in_memory import REMOTE, START, World, trained
 from tiercheck.protocol.directive import Tier
@@ -121,8 +122,7 @@ def test_sidecars_are_told_how_often_unless_it_is_turned_off() -> None:
     for wanted in (5400.0, None):
         world = trained(rehearse_every=wanted)
         sidecar = world.sidecar(1)
-        assert sidecar.directive is not None
-        assert sidecar.directive.policy.rehearse_every == wanted
+        assert sidecar.told.policy.rehearse_every == wanted
 
 
 def test_without_rehearsals_nothing_is_said_of_proofs() -> None:
@@ -153,13 +153,6 @@ def test_age_of_a_proof_grows_between_two_looks_and_counts_from_the_start_where_
     world.change(rehearse_every=None)
     metrics.job_seen(world.job)
     assert value(metrics, "tiercheck_restore_proof_age_seconds", tier="peer") is None
-
-
-class Refusing(StandIn):
-    """An admission plug-in that quotes the pod."""
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        raise ApiFailure(403, SAID)
 
 
 SECRET = "gh" + "p_" + "0f9a" * 9
@@ -197,7 +190,7 @@ def test_text_full_of_credentials_is_no_longer_than_the_api_server_lets_it_be() 
 
 
 def test_ordinary_status_is_written_as_it_is() -> None:
-    world = World().running(0)
+    world = trained(0)
     for fail in (lambda: world.crash(0), lambda: world.evict(world.member(1)), lambda: world.kill_node("n0")):
         fail()
         world.train(30)
@@ -207,12 +200,12 @@ def test_ordinary_status_is_written_as_it_is() -> None:
 
 
 async def test_refusal_of_the_api_server_reaches_the_status_without_the_credential_in_it() -> None:
-    kube = Refusing(new_job())
+    kube = StandIn(new_job())
+    kube.refused["POST"] = ApiFailure(403, SAID)  # as an admission plug-in that quotes the pod
     loop = JobLoop(new_job(), surroundings(kube))
     for _ in range(2):  # the second look tells what became of the first
         with contextlib.suppress(ApiFailure):
             await loop._reconcile()
-    assert kube.job is not None
     assert "clone of https://" in str(kube.job["status"])
     assert SECRET not in str(kube.job["status"])
 
@@ -233,19 +226,19 @@ async def test_token_that_no_header_can_hold_is_not_told(
 
 
 async def test_no_event_holds_a_credential() -> None:
-    server = Server()
-    poster = EventPoster(server)  # type: ignore[arg-type]
+    server = ApiModel()
+    poster = EventPoster(server)
     for again in range(3):
         await poster.post(JOB, [Notice("Warning", "TrainerFailed", SAID)], now=20.0 * again)
     about = {"apiVersion": "v1", "kind": "Pod", "namespace": "a", "name": "p", "uid": "u"}
-    await ObjectEvents(server).warn(about, "NotAttached", SAID)  # type: ignore[arg-type]
-    assert len(server.events) == 2
-    assert SECRET not in str(server.events)
+    await ObjectEvents(server).warn(about, "NotAttached", SAID)
+    assert len(server.objects) == 2
+    assert SECRET not in str(server.objects)
 
 
 @pytest.mark.parametrize("length", [900, 1000, 1024, 1030])
 async def test_credential_at_the_end_of_what_fits_an_event_is_not_shown_in_part(length: int) -> None:
-    server = Server()
+    server = ApiModel()
     message = "x " * (length // 2) + SECRET
-    await EventPoster(server).post(JOB, [Notice("Warning", "Any", message)], now=0.0)  # type: ignore[arg-type]
-    assert SECRET[:10] not in str(server.events)
+    await EventPoster(server).post(JOB, [Notice("Warning", "Any", message)], now=0.0)
+    assert SECRET[:10] not in str(server.objects)
