@@ -1,4 +1,4 @@
-"""What the pages say is true: failures and promises name tests, links lead, commands print what is shown."""
+"""Pages say what is true: promises name tests, links lead, commands print what is shown."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
             "peer": {"encryption": "Authenticated", "transport": "TCP", "spread": {"mode": "Preferred"}},
         },
         "restore": {"rehearseEvery": "10m", "proveSteps": 0},
+        "recovery": {"inProcess": "Auto", "interruptSeconds": 5},
         "failurePolicy": {
             "maxRestarts": 10,
             "resetAfterSeconds": 3600,

@@ -301,6 +301,7 @@ def test_policy_has_the_jobs_own_fields() -> None:
     ours, theirs = spec_of(DEFINITION)["properties"], spec_of(CRD)["properties"]
     assert set(ours) == {
         "procsPerWorker",
+        "recovery",
         "topology",
         "checkpoint",
         "tiers",

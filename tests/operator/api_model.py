@@ -1,4 +1,4 @@
-"""Plays an API server to the operator's own client: objects by path, versions, refusals, what was asked."""
+"""Plays an API server to the operator's own client: objects by path, versions, refusals."""
 
 from __future__ import annotations
 

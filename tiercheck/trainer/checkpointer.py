@@ -37,7 +37,7 @@ from tiercheck.trainer.backends.backend import Claim, RestoreError
 from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
-from tiercheck.trainer.inprocess.steps import Step, StepLoop
+from tiercheck.trainer.inprocess.steps import RepeatableStep, StepLoop
 from tiercheck.trainer.process import LastWords, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
@@ -271,7 +271,7 @@ class Checkpointer:
         self._progress.begin()
         return self.step_number
 
-    def steps(self, total: int) -> Iterator[Step]:
+    def steps(self, total: int) -> Iterator[RepeatableStep]:
         """Restore, and yield the number of each step up to `total`, for a loop whose process stays when
         another rank of the job is lost:
 
@@ -289,7 +289,7 @@ class Checkpointer:
         """
         return self._loop.steps(self.restore(), total)
 
-    def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[Step, _Batch]]:
+    def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[RepeatableStep, _Batch]]:
         """As `steps`, each with the next batch of `loader`, which is iterated anew at its end and after each
         restore. A `ResumableSampler` that it has as `batch_sampler` is moved on with each batch.
 

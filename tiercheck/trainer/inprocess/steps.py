@@ -24,13 +24,13 @@ class StepInterrupted(BaseException):
     """The attempt is over. Raised where nothing is half done, in a step of `StepLoop`, which catches it."""
 
 
-class Step(int):
+class RepeatableStep(int):
     """The number of a step. `with step:` around its work lets the process outlive the loss of another
     rank."""
 
     _loop: StepLoop
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> RepeatableStep:
         self._loop.enter()
         return self
 
@@ -56,12 +56,12 @@ class StepLoop:
         self._rewound: int | None = None
         """The step that was restored since the last one was yielded; None: training goes on."""
 
-    def steps(self, first: int, total: int) -> Iterator[Step]:
+    def steps(self, first: int, total: int) -> Iterator[RepeatableStep]:
         """Yield each step from `first`, and those again that were trained after what was restored."""
         number = first
         try:
             while number < total:
-                step = Step(number)
+                step = RepeatableStep(number)
                 step._loop = self
                 yield step
                 if self._listener is not None and self._listener.is_interrupted and self._rewound is None:
