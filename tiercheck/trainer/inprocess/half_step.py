@@ -1,4 +1,4 @@
-"""Forgets a step that was left in the middle: what model wrappers have put on, gradients, and its graph."""
+"""Forgets a step that was left in the middle: state of wrappers, gradients, the graph."""
 
 from __future__ import annotations
 

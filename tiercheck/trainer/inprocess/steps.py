@@ -1,4 +1,4 @@
-"""Makes a loop whose process survives the loss of another rank: it leaves the step, and makes it again."""
+"""Makes a loop that outlives the loss of another rank: it leaves the step, and makes it again."""
 
 from __future__ import annotations
 
