@@ -91,6 +91,21 @@ def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalClu
     assert_stayed(job, lost=0)
 
 
+@pytest.mark.extended
+def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = start(jobs, "ddp", LIVES="2")
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    first = job.wait_recovered(before["attempt"])
+    job.wait_trained(first["step"] + 8)
+    cluster.faults.kill_container_process(job.stage.pod_of(0))
+    second = job.wait_recovered(first["attempt"])
+    assert (first["inProcess"], second["inProcess"]) == (3, 3)
+    assert_equal_losses(job, "ddp")
+    pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(4)]
+    assert [len(each) for each in pids] == [2, 1, 1, 2]
+
+
 def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "ddp")
     before = job.wait_trained(13)

@@ -96,7 +96,11 @@ class ReconnectableGroups:
             return "the process group was destroyed" if self._made else ""
         ours = {id(made.group) for made in self._made}
         if others := [name for group, name in c10d._world.pg_names.items() if id(group) not in ours]:
-            return f"process group {others[0]!r} was made before `import tiercheck`, or by split_group"
+            when = "before `import tiercheck`, after restore(), or by split_group"
+            return f"process group {others[0]!r} was made {when}"
+        kinds = {type(each).__name__ for made in self._made if made.group for each in _backends(made.group)}
+        if kinds - {"ProcessGroupGloo"}:
+            return f"connections of {', '.join(sorted(kinds))} cannot be made anew yet, only those of gloo"
         if self.exchanged:
             return f"the script exchanges values before restore(), in {self.exchanged}"
         if not hasattr(dist.ProcessGroup, "_register_backend"):
@@ -113,15 +117,6 @@ class ReconnectableGroups:
                 if inode and connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                     connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
-        groups = [made.group for made in self._made if made.group is not None]
-        backends = [backend for group in reversed(groups) for backend in _backends(group)]
-        first = next((each for each in backends if type(each).__name__ == "ProcessGroupNCCL"), None)
-        if first is not None:  # communicators that are aborted one after the other may wait for each other
-            first._group_start()
-        for backend in backends:
-            backend.abort()
-        if first is not None:
-            first._group_end()
 
     def reopen(self) -> None:
         """From here on `reconnect` may be called; another `disconnect` interrupts it."""
@@ -207,6 +202,8 @@ class ReconnectableGroups:
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         backend = str(arguments["backend"])
+        if not self._in_setup:  # a replacement, which meets the others in `restore`, will not have it
+            return self._make(*values, **named)
         if self.alone:
             if backend == "fake" and self._made:
                 backend = self._made[0].backend

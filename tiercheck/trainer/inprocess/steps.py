@@ -101,7 +101,7 @@ class StepLoop:
         )
         if not interrupted and reason_of(error) == COLLECTIVE_FAILED:
             interrupted = listener.wait_interrupted(_DECISION_SECONDS)
-        if not interrupted:
+        if not interrupted or groups().refusal():
             return False
         log.info("left step %s: %s", os.environ.get(ENV_ATTEMPT), describe_error(error))
         error.__traceback__ = error.__context__ = error.__cause__ = None
