@@ -79,7 +79,7 @@ def undisturbed(rank: int, steps: int) -> str:
 
 
 def keep_object(optimizer: torch.optim.Optimizer, rank: int) -> None:
-    state = next(iter(optimizer.state.values()))
+    state = next(iter(optimizer.state.values()), {})
     if rank == 1 and Path(os.environ.get("OBJECT", "/nonexistent")).exists():
         state["trace"] = object()
     else:
