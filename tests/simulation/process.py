@@ -360,7 +360,7 @@ class Process:
 
     def order(self) -> Any:
         """What the launcher is told."""
-        return TrainerSocket._order(SimpleNamespace(_state=self.state))  # type: ignore[arg-type]
+        return TrainerSocket._order(SimpleNamespace(_state=self.state, _vault=self.vault))  # type: ignore[arg-type]
 
 
 class _Lane:

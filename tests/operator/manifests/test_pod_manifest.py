@@ -409,6 +409,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
         sanity_gate=False,
         verify_all=True,
         rehearse_every=600.0,
+        interrupt_seconds=5.0,
         hang=HangLimits(20, 1800),
     )
 

@@ -1,4 +1,4 @@
-"""Builds a model as a replacement does, in a job of four ranks of which nobody else is there; CASE says how."""
+"""Builds a model as a replacement does, in a job of four ranks of which nobody else is there."""
 
 from __future__ import annotations
 
