@@ -106,6 +106,7 @@ def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, cluster: 
     assert [len(each) for each in pids] == [2, 1, 1, 2]
 
 
+@pytest.mark.extended
 def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "ddp")
     before = job.wait_trained(13)

@@ -21,7 +21,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar import offload
-from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed, TriedInVain, fill_slot
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, SourceFailed, TriedInVain
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
@@ -475,7 +475,13 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            fill_slot(self._process.vault, artifact, self.remote, BoundedCall())
+            with self.remote.open(artifact, BoundedCall()) as found:  # as `fill_slot`, without a file
+                draft = self._process.vault.draft(found.seal)
+                try:
+                    found.read(range(len(found.seal.digests.values)), ArtifactSink(draft.view, -1))
+                    draft.keep()
+                finally:
+                    draft.release()
             return Brought(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []
