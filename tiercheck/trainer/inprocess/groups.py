@@ -99,7 +99,7 @@ class ReconnectableGroups:
             when = "before `import tiercheck`, after restore(), or by split_group"
             return f"process group {others[0]!r} was made {when}"
         kinds = {type(each).__name__ for made in self._made if made.group for each in _backends(made.group)}
-        if kinds - {"ProcessGroupGloo"}:
+        if kinds - {"ProcessGroupGloo", "FakeProcessGroup"}:  # one that was alone keeps that of other devices
             return f"connections of {', '.join(sorted(kinds))} cannot be made anew yet, only those of gloo"
         if self.exchanged:
             return f"the script exchanges values before restore(), in {self.exchanged}"
