@@ -171,9 +171,7 @@ class SidecarModel:
             version = directive.restore.version if directive.restore else None
             self.world.started(directive.attempt, self.worker, version, directive)
             step = version.step if version else 0
-            self.trainer = TrainerReport(
-                TrainerState.RUNNING, started_at=self.world.now, step=None, stays=self.trainer.stays
-            )
+            self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
             self.world.position[self.pod] = step
             self._replay(version)
         # Once it has begun, its launcher is gone: a later directive brings nobody back.

@@ -161,7 +161,7 @@ class TrainerReport:
     """Of the first local rank that differs; else of the first that proved its resume; else of the first, once
     no local rank could compare anything. None: not known yet, or nothing was restored."""
     stays: bool = False
-    """Whether the command that waits for the release, or runs, is the process of an earlier attempt."""
+    """While it waits for the release: whether it is a process of an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,7 @@ class TrainerWatch:
         if event.event == "started" and self._report.state is not TrainerState.FAILED:
             self._silent_since = None
             if self._report.state is not TrainerState.RUNNING:
-                stays = self._report.stays
-                self._report = TrainerReport(TrainerState.RUNNING, started_at=now, stays=stays)
+                self._report = TrainerReport(TrainerState.RUNNING, started_at=now)
                 self._stall.started(now)
             elif self._report.started_at is None:
                 self._report = dataclasses.replace(self._report, started_at=now)

@@ -253,7 +253,6 @@ def _summary(
             tiers[rank.tier.value] += 1
     restored = recovery.restored_at or obs.now
     noticed = recovery.noticed_at or recovery.detected_at
-    stayed = sum(report.trainer.stays for report in reports.values())
     return {
         "attempt": recovery.attempt,
         "cause": recovery.cause,
@@ -263,8 +262,8 @@ def _summary(
         "tiers": tiers,
         "deltas": max((rank.deltas for rank in ranks), default=0),
         "rebuilt": sum(rank.rebuilt for rank in ranks),
-        "inProcess": stayed,
-        "restarted": len(reports) - stayed,
+        "inProcess": recovery.kept,
+        "restarted": obs.size - recovery.kept,
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
         "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),
