@@ -29,8 +29,9 @@ dist: Any = torch.distributed
 c10d: Any = getattr(dist, "distributed_c10d", None)
 """Private parts of it are used. None: torch was built without."""
 
-_FIRST_NUMBER, _LAST_NUMBER = 10, 255
-"""Backend types that torch has no name for: a group takes one for each backend and renewal."""
+_FIRST_NUMBER = 10
+"""The first backend type that torch has no name for, up to 255: a group takes one for each backend and
+renewal."""
 _MOST_RENEWALS = 32
 """A gloo backend that is replaced keeps its threads until the process ends."""
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -105,7 +106,7 @@ class ReconnectableGroups:
             return f"the script exchanges values before restore(), in {self.exchanged}"
         if not hasattr(dist.ProcessGroup, "_register_backend"):
             return "this torch cannot give a process group another backend"
-        if self._renewals >= _MOST_RENEWALS or max(self._numbers.values(), default=0) > _LAST_NUMBER - 8:
+        if self._renewals >= _MOST_RENEWALS:
             return f"its process groups were given new connections {self._renewals} times"
         return ""
 
@@ -198,12 +199,12 @@ class ReconnectableGroups:
         self._sockets |= _open_sockets() - before
 
     def _make_recorded(self, *values: Any, **named: Any) -> Any:
+        if not self._in_setup:  # a replacement, which meets the others in `restore`, will not have it
+            return self._make(*values, **named)
         bound = self._signature.bind(*values, **named)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         backend = str(arguments["backend"])
-        if not self._in_setup:  # a replacement, which meets the others in `restore`, will not have it
-            return self._make(*values, **named)
         if self.alone:
             if backend == "fake" and self._made:
                 backend = self._made[0].backend

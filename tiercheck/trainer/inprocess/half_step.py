@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from tiercheck.trainer.replicas.arithmetic import reset_bucket_layouts
 from tiercheck.trainer.replicas.trained_state import TrainedState
 
-_IDLE_GROUP = {
-    "_all_gather_result": None,
-    "_post_reduce_event": None,
-    "_reshard_after_forward_event": None,
-    "_partial_reduce_output": None,
-    "_all_reduce_state": None,
-}
+_OF_A_STEP = (
+    "_all_gather_result",
+    "_post_reduce_event",
+    "_reshard_after_forward_event",
+    "_partial_reduce_output",
+    "_all_reduce_state",
+)
 """What FSDP2 keeps of a step in a group of parameters (torch 2.6 to 2.13). No version has all of it."""
 
 
@@ -53,15 +53,12 @@ def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None
 def free_graph(trace: TracebackType | None) -> None:
     """Cut the graphs of the tensors that the frames of an exception hold: the next forward pass would be a
     second one beside them in memory."""
-    while trace is not None:
-        for value in list(trace.tb_frame.f_locals.values()):
+    for frame, _ in traceback.walk_tb(trace):
+        for value in list(frame.f_locals.values()):
             if isinstance(value, Tensor) and value.grad_fn is not None and not value._is_view():
                 with contextlib.suppress(RuntimeError):
                     value.detach_()
-        if trace.tb_next is None:
-            break
-        trace = trace.tb_next
-    traceback.clear_frames(trace)
+    traceback.clear_frames(trace)  # of functions that the exception has left
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:
@@ -92,9 +89,9 @@ def _reset_fsdp(state: Any) -> None:
         if group is None:
             continue
         group._training_state = TrainingState.IDLE
-        for name, idle in _IDLE_GROUP.items():
+        for name in _OF_A_STEP:
             if hasattr(group, name):
-                setattr(group, name, idle)
+                setattr(group, name, None)
         group._post_forward_indices.clear()
         group._to_sharded()
         for parameter in group.fsdp_params:

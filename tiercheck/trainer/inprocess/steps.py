@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from tiercheck.protocol.local import Order
+from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.inprocess.groups import groups
@@ -82,7 +82,7 @@ class StepLoop:
         if self._listener is None and not self._refused and (run_dir := os.environ.get(ENV_RUN_DIR)):
             if refusal := groups().refusal():
                 self._refused = True
-                log.info("this process is started anew after each failure: %s", refusal)
+                self._warn(f"processes are started anew after each failure: {refusal}")
             else:
                 attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
                 self._listener = OrderListener(
@@ -103,11 +103,15 @@ class StepLoop:
             interrupted = listener.wait_interrupted(_DECISION_SECONDS)
         if not interrupted or groups().refusal():
             return False
-        log.info("left step %s: %s", os.environ.get(ENV_ATTEMPT), describe_error(error))
+        self._warn(f"attempt {os.environ[ENV_ATTEMPT]} is over: leaves the step ({describe_error(error)})")
         error.__traceback__ = error.__context__ = error.__cause__ = None
         free_graph(trace)
         self._rewind()
         return True
+
+    def _warn(self, message: str) -> None:
+        if self._rank == 0:  # of the others it is as true
+            log.warning("InProcess: %s (docs/use/in-process.md)", message)
 
     def _rewind(self) -> None:
         listener = self._listener
@@ -115,20 +119,11 @@ class StepLoop:
         self._pause()
         order = listener.leave_step(groups().reopen)
         gc.collect()
-        _become(order)
+        os.environ.update(command_environment(os.environ, order))  # as a new process would have it
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
         self._rewound = self._go_on()
         self.rewinds += 1
         if refusal := groups().refusal():
-            log.info("this process is started anew after the next failure: %s", refusal)
+            self._warn(f"processes are started anew after the next failure: {refusal}")
             listener.close()
             self._listener, self._refused = None, True
-
-
-def _become(order: Order) -> None:
-    """The attempt's environment, as a new process would have it."""
-    os.environ[ENV_ATTEMPT] = str(order.attempt)
-    for name in ("MASTER_ADDR", "PET_MASTER_ADDR"):
-        os.environ[name] = order.master_host
-    for name in ("MASTER_PORT", "PET_MASTER_PORT"):
-        os.environ[name] = str(order.master_port)
