@@ -7,18 +7,32 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.sidecar.journeys.strikes import Strikes
-from tests.sidecar.world import DEADLINE, FakeRank, MakeWorld, World, content, flip, until
+from tests.sidecar.world import (
+    DEADLINE,
+    FakeLauncher,
+    FakeRank,
+    Lines,
+    MakeWorld,
+    World,
+    content,
+    flip,
+    until,
+)
+from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import Phase, Source, Tier
+from tiercheck.protocol.local import Hello, Order, StepLeft
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import app
 from tiercheck_sidecar.app import Sidecar
@@ -138,6 +152,37 @@ def test_versions_cut_off_by_the_history_are_dropped_after_release(make_world: M
     until(lambda: not world.holds(0, 0, Version(20, 1)), "dropped")
     until(lambda: not world.holds(1, 0, Version(20, 1)), "its copy too")
     assert world.holds(0, 0, Version(10, 1))
+
+
+def test_process_stays_once_its_rank_has_left_the_step_and_as_long_as_it_is_there(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(workers=1)
+    world.policy = replace(world.policy, interrupt_seconds=5.0)
+    world.launch()
+    path = world.run_dir(0) / names.SOCKET_NAME
+    launcher, listener = FakeLauncher(path), Lines(path)
+    assert launcher.receive(Order).interrupt_seconds == 0.0, "nobody listens yet"
+    listener.send(Hello("listener", os.getpid(), 0, 1, world.attempt))
+    assert not listener.receive(Order).stays
+    assert launcher.receive(Order).interrupt_seconds == 5.0
+    with world.rank(0) as rank:
+        assert rank.reserve(300_000).ok
+        assert rank.save(1)
+        world.reach("local", Version(1, 1))
+    world.new_attempt(Version(1, 1))
+    world.direct(Phase.HOLD)
+    for line in (launcher, listener):
+        order = line.receive(Order)
+        assert (order.attempt, order.interrupt_seconds, order.stays) == (2, 5.0, False)
+    listener.send(StepLeft(1))
+    listener.send(StepLeft(2))
+    assert launcher.receive(Order).stays
+    assert listener.receive(Order).stays
+    listener.close()
+    order = launcher.receive(Order)
+    assert (order.attempt, order.interrupt_seconds, order.stays) == (2, 0.0, False)
+    launcher.close()
 
 
 SIZE = 37 * 1024 * 1024 + 12_345
