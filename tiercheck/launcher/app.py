@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import CGROUP, OutOfMemory, RelayedOutput, dump_stacks
-from tiercheck.launcher.environment import (
-    RunningCheck,
-    command_environment,
-    interpreter_of,
-    seconds_of,
-    torch_missing,
-)
-from tiercheck.launcher.recipe import recipe_of
+from tiercheck.launcher.environment import RunningCheck, command_environment, seconds_of, torch_missing
 from tiercheck.launcher.sidecar_line import SidecarLine
-from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
+from tiercheck.launcher.training_command import CannotStart, TrainingCommand
+from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import LauncherEvent, Order
-from tiercheck.protocol.names import ENV_PROCS_PER_WORKER, ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
+from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 from tiercheck.supervised import describe
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
@@ -60,19 +54,13 @@ class Launcher:
     def __init__(
         self, command: Sequence[str], run_dir: Path, environment: Mapping[str, str], stop_seconds: float
     ) -> None:
-        self._command = command
-        self._recipe = recipe_of(command, environment, _locate)
-        self._makes_ranks = self._recipe is not None and self._recipe.each_rank
-        """As torchrun would, but each is replaced alone."""
-        self._environment = dict(environment)
-        if self._makes_ranks and environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
-            self._environment.setdefault("OMP_NUM_THREADS", "1")
+        self._command = TrainingCommand(command, environment)
+        self._warm, self._errors = self._command.warm, self._command.errors
+        self._running = self._command.running
         self._stop_seconds = stop_seconds
         self._line = SidecarLine(run_dir / SOCKET_NAME)
         self._marker = run_dir / "launcher.attempt"
         self._order: Order | None = None
-        self._running: dict[int, int] = {}
-        """Of the command: pid by local rank; 0 where it is one process, whatever that starts."""
         self._attempt = 0
         """Of the command that runs or ran last."""
         self._state = LauncherEvent("idle", 0)
@@ -89,9 +77,6 @@ class Launcher:
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
         """Newest attempt whose stacks were asked for."""
-        self._errors = RelayedOutput()
-        """What the command writes to stderr."""
-        self._warm = WarmInterpreter(command, self._recipe, self._environment, self._errors.writing)
         self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
@@ -192,7 +177,7 @@ class Launcher:
         unborn = {pid for pid in ended if self._warm.ended(pid)}
         for local, pid in list(self._running.items()):
             if pid in unborn and self._order is not None and self._stop_deadline is None:
-                self._execute(self._order, local)
+                self._execute(partial(self._command.start, self._order, local), self._order)
             elif pid in ended:
                 self._rank_ended(local, ended[pid])
         self._warm.check()
@@ -280,16 +265,9 @@ class Launcher:
         order = self._order
         if order is None or not self._superseded or self._signalled is not None:
             return False
-        if order.health_check is not None and len(self._running) < len(self._locals(order)):
+        if order.health_check is not None and len(self._running) < len(self._command.places(order)):
             return False  # it is for a place where nothing else runs
-        locals_of_it = [local] if self._makes_ranks else range(order.procs_per_worker)
-        return all(
-            order.worker * order.procs_per_worker + each in getattr(order, what) for each in locals_of_it
-        )
-
-    def _locals(self, order: Order) -> range:
-        """Local ranks by which the processes of the command are known."""
-        return range(order.procs_per_worker if self._makes_ranks else 1)
+        return set(self._command.ranks_of(local, order)) <= set(getattr(order, what))
 
     @property
     def _stays(self) -> bool:
@@ -301,7 +279,7 @@ class Launcher:
         order = self._order
         assert order is not None
         self._stop_deadline = None
-        staying = len(self._running) if self._makes_ranks else order.procs_per_worker
+        staying = sum(len(self._command.ranks_of(local, order)) for local in self._running)
         if order.phase is Phase.RELEASE:
             self._start_ranks(order)
         elif self._state != (idle := LauncherEvent("idle", order.attempt, stays=staying)):
@@ -378,7 +356,9 @@ class Launcher:
             if failed == wanted and time.monotonic() < again:
                 return False
         try:
-            self._check = RunningCheck(wanted, order.attempt, command_environment(self._environment, order))
+            self._check = RunningCheck(
+                wanted, order.attempt, command_environment(self._command.environment, order)
+            )
         except OSError as error:
             self._tell(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
             return False
@@ -394,7 +374,7 @@ class Launcher:
             self._tell(LauncherEvent("exited", order.attempt, 137, names.CONTAINER_RESTARTED, message))
             return
         if not self._checked:
-            if message := torch_missing(self._command):
+            if message := torch_missing(self._command.given):
                 self._tell(LauncherEvent("exited", order.attempt, 1, names.TORCH_MISSING, message))
                 return
             self._checked = True
@@ -408,27 +388,15 @@ class Launcher:
         self._out_of_memory.begin()
         self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
-        for local in self._locals(order):
-            if local in self._running:
-                continue
-            if (pid := self._warm.release(self._environment_of(order, local))) is not None:
-                self._running[local] = pid
-            elif not self._execute(order, local):
-                return
-        self._tell(LauncherEvent("started", order.attempt))
+        if self._execute(partial(self._command.start_missing, order), order):
+            self._tell(LauncherEvent("started", order.attempt))
 
-    def _environment_of(self, order: Order, local: int) -> dict[str, str]:
-        return command_environment(self._environment, order, local if self._makes_ranks else None)
-
-    def _execute(self, order: Order, local: int) -> bool:
-        """Start it with a new interpreter. False: it cannot be, as is reported."""
-        command = self._recipe.command if self._recipe and self._makes_ranks else self._command
+    def _execute(self, start: Callable[[], None], order: Order) -> bool:
+        """False: it cannot be executed, as is reported."""
         try:
-            environment = self._environment_of(order, local)
-            self._running[local] = processes.start(command, environment, errors=self._errors.writing)
-        except OSError as error:
-            self._running.pop(local, None)
-            self._tell(_cannot_start(order.attempt, "the trainer container", command[0], error))
+            start()
+        except CannotStart as cannot:
+            self._tell(_cannot_start(order.attempt, "the trainer container", cannot.program, cannot.error))
             return False
         return True
 
@@ -480,12 +448,6 @@ class Launcher:
         if self._stop_deadline is not None:
             pauses.append(max(_SWEEP_EVERY, self._stop_deadline - time.monotonic()))
         return min(pauses, default=None)
-
-
-def _locate(name: str) -> tuple[str, str]:
-    """Path of a program on the PATH, and the interpreter that it names, if it is a script."""
-    path = shutil.which(name)
-    return (path, interpreter_of(Path(path))) if path else ("", "")
 
 
 def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> LauncherEvent:

@@ -44,8 +44,8 @@ class WarmInterpreter:
         environment: Mapping[str, str],
         errors: int | None = None,
     ) -> None:
-        """`recipe`: how to become the command, which is what a cold start executes."""
-        self._command = recipe.command if recipe is not None and recipe.each_rank else list(command)
+        """`command`: what a cold start executes; `recipe`: how to become it."""
+        self._command = list(command)
         self._errors = errors
         self._environment = dict(environment)
         self._recipe = recipe if environment.get(ENV_WARM, "1") != "0" else None
