@@ -35,7 +35,8 @@ from tiercheck_local.apiserver.store.patch import merge
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_pod

@@ -20,8 +20,8 @@ from benchmarks.harness import MIB, ROOT, Figure, Outcome, Scale
 from benchmarks.reconcile import ground
 from benchmarks.scale_operator.stage import RANKS, Crowd, ask, crowded_job, push
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, Object
 
 _JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 _DEADLINE = 1800.0

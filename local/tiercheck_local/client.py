@@ -13,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tiercheck_cli.api_server import ApiResource, ApiServer, Changed, Listing, Object, RequestFailed
+from tiercheck_cli.login import open_local
+from tiercheck_operator.kubernetes.api_server import (
+    ApiFailure,
+    ApiResource,
+    ApiServer,
+    Changed,
+    Listing,
+    Object,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +46,7 @@ def _in_thread(
 
 
 class Client:
-    """One API server. Open with `async with`; every call raises RequestFailed and does as in ApiServer."""
+    """One API server. Open with `async with`; every call raises ApiFailure and does as in ApiServer."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -47,7 +55,7 @@ class Client:
     @staticmethod
     def of(kubeconfig: Path) -> Client:
         """The server that this file names."""
-        return Client(ApiServer.of(kubeconfig))
+        return Client(open_local(kubeconfig))
 
     async def __aenter__(self) -> Client:
         return self
@@ -68,8 +76,8 @@ class Client:
             return await self.patch(
                 resource, metadata.get("namespace"), metadata["name"], body, subresource=subresource
             )
-        except RequestFailed as failure:
-            if failure.code not in _OUTDATED:
+        except ApiFailure as failure:
+            if failure.status not in _OUTDATED:
                 raise
             return None
 
@@ -142,7 +150,7 @@ class Cache:
         self._on_change, self._on_sync = on_change, on_sync
 
     async def run(self) -> None:
-        """Never returns. Raises RequestFailed if the collection cannot be watched at all."""
+        """Never returns. Raises ApiFailure if the collection cannot be watched at all."""
         async for news in self._client.follow(self.resource, self._namespace, fields=self._fields):
             if isinstance(news, Listing):
                 self._replace(news)
@@ -187,19 +195,19 @@ class WokenController(ABC):
             if all(cache.synced for cache in self._needed):
                 try:
                     await self.work()
-                except RequestFailed as failure:
+                except ApiFailure as failure:
                     log.warning("%s: %s", type(self).__name__, failure)
                     asyncio.get_running_loop().call_later(1.0, self.wake)
 
     @abstractmethod
     async def work(self) -> None:
-        """Makes everything as it should be. Raises RequestFailed."""
+        """Makes everything as it should be. Raises ApiFailure."""
 
 
 async def attempt(what: str, work: Awaitable[None]) -> None:
     """Waits for `work` on one of many objects; a refusal is logged and keeps nobody from the others."""
     try:
         await work
-    except RequestFailed as failure:
-        if failure.code not in _OUTDATED:
+    except ApiFailure as failure:
+        if failure.status not in _OUTDATED:
             log.warning("%s: %s", what, failure)

@@ -29,7 +29,8 @@ from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
 from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases

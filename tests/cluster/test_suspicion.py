@@ -13,9 +13,9 @@ import pytest
 from tests.cluster.conftest import OPERATOR_ENV, ROOT
 from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
-from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster, waits_warm
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import NODES
 
 pytestmark = pytest.mark.cluster
 

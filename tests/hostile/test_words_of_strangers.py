@@ -17,7 +17,8 @@ from tiercheck_operator.app import Operator
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure, fill
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import fill
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange

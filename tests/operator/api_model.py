@@ -12,7 +12,8 @@ from typing import Any
 from msgspec.json import Decoder
 
 from tiercheck_local.apiserver.store.patch import merge
-from tiercheck_operator.kubernetes.client import METADATA_ONLY, ApiFailure, Kube, ObjectMetadata
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import METADATA_ONLY, Kube, ObjectMetadata
 
 Object = dict[str, Any]
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tiercheck_cli.api_server import DISRUPTION_BUDGETS, NODES, PODS, Object
 from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_local.controllers.scheduler import is_finished, ready_status, toleration
+from tiercheck_operator.kubernetes.api_server import DISRUPTION_BUDGETS, NODES, PODS, Object
 from tiercheck_operator.model.status import parse_time
 
 log = logging.getLogger(__name__)

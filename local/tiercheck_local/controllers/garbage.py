@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from tiercheck_cli.api_server import (
+from tiercheck_local.client import Cache, Client, WokenController
+from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
     LEASES,
@@ -18,11 +19,10 @@ from tiercheck_cli.api_server import (
     PODS,
     SECRETS,
     SERVICES,
+    ApiFailure,
     ApiResource,
     Object,
-    RequestFailed,
 )
-from tiercheck_local.client import Cache, Client, WokenController
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class GarbageCollector(WokenController):
     async def _run_owner_cache(self, key: tuple[str, str], cache: Cache) -> None:
         try:
             await cache.run()
-        except RequestFailed as failure:
+        except ApiFailure as failure:
             log.warning("owners of kind %s: %s", key, failure)
             self._owners[key] = None
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, Object
 from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
+from tiercheck_operator.kubernetes.api_server import PODS, Object
 from tiercheck_operator.model.spelling import parse_amount
 
 # Pure.

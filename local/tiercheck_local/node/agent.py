@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol.encoding import from_json
-from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, PODS, Listing, RequestFailed
 from tiercheck_local import clock, controlplane, markers
 from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
+from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure, Listing
 from tiercheck_operator.model.status import parse_time
 
 LEASE_NAMESPACE = "kube-node-lease"
@@ -108,12 +108,12 @@ class Registration:
             group.create_task(self._keep_lease())
 
     async def register(self) -> None:
-        """Create or correct the Node. Raises RequestFailed."""
+        """Create or correct the Node. Raises ApiFailure."""
         wanted = node_object(self._settings, self._boot_id)
         try:
             await self._client.create(NODES, None, wanted)
-        except RequestFailed as failure:
-            if failure.code != 409:
+        except ApiFailure as failure:
+            if failure.status != 409:
                 raise
             metadata = {"labels": wanted["metadata"]["labels"]}
             await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
@@ -143,7 +143,7 @@ class Registration:
             try:
                 await work()
                 return
-            except RequestFailed as failure:
+            except ApiFailure as failure:
                 log.warning("node %s: %s", self._settings.name, failure)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
@@ -152,8 +152,8 @@ class Registration:
         renewal = {"spec": {"renewTime": clock.micro_timestamp()}}
         try:
             await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
-        except RequestFailed as failure:
-            if failure.code != 404:
+        except ApiFailure as failure:
+            if failure.status != 404:
                 raise
             await self._create_lease()
 
@@ -162,8 +162,8 @@ class Registration:
             namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
             try:
                 await self._client.create(NAMESPACES, None, namespace)
-            except RequestFailed as failure:
-                if failure.code != 409:  # another node was faster
+            except ApiFailure as failure:
+                if failure.status != 409:  # another node was faster
                     raise
         lease = {
             "apiVersion": "coordination.k8s.io/v1",

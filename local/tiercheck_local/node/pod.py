@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
-from tiercheck_cli.api_server import PODS
 from tiercheck_local import clock, markers
 from tiercheck_local.client import Client
 from tiercheck_local.node import environment
@@ -28,6 +27,7 @@ from tiercheck_local.node.environment import BadReference, PathTranslation, PodF
 from tiercheck_local.node.process import FIRST_BACK_OFF, BackOff, base_environment
 from tiercheck_local.node.status import PodSituation, Publisher, pod_status
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import PODS
 
 Object = Mapping[str, Any]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, RequestFailed
 from tiercheck_local.client import Client
 from tiercheck_local.node.container import Container
+from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
 
 Object = dict[str, Any]
 
@@ -173,7 +173,7 @@ class Publisher:
                 if not await self._write():
                     return
                 pause = 0.05
-            except RequestFailed as failure:
+            except ApiFailure as failure:
                 if pause > 1:
                     log.warning("status of pod %s/%s: %s", self._namespace, self._name, failure)
                 self._dirty.set()

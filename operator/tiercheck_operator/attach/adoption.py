@@ -24,7 +24,8 @@ from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers,
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import POLICIES, Admission, Webhook
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube, ObjectMetadata, evict
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, Kube, ObjectMetadata, evict
 from tiercheck_operator.kubernetes.events import ObjectEvents
 from tiercheck_operator.model.observed import JobView, PodView
 from tiercheck_operator.model.spelling import spell

@@ -19,8 +19,9 @@ from typing import Any
 from cryptography import x509
 
 from tiercheck_operator.config import WebhookConfig
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, Kube
 from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"

@@ -47,8 +47,9 @@ from tiercheck_operator.attach.injection import (
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair
-from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
+from tiercheck_operator.kubernetes.client import JOBS, Kube, fill
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity
 
 # It reads from the API server and changes nothing there.

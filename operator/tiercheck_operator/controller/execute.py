@@ -18,7 +18,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import BACKOFF, CORE, JOBS, ApiFailure, Kube, NameTaken, evict
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, CORE, JOBS, Kube, NameTaken, evict
 from tiercheck_operator.kubernetes.owned_objects import Belongings, ClusterIdentity
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings

@@ -24,7 +24,8 @@ from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor, Re
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
-from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.owned_objects import (
     Belongings,

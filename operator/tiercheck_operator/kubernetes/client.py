@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
-import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,20 +17,11 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-import urllib3
 from msgspec.json import Decoder
-from urllib3.exceptions import HTTPError
 
-from tiercheck.about import __version__
 from tiercheck.protocol import names
-from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.kubernetes.object_reader import (
-    MOST_ANSWER,
-    Access,
-    most_of,
-    read_object,
-    without_depth,
-)
+from tiercheck_operator.kubernetes.api_server import TOO_LARGE, ApiFailure, ApiServer, ServerAccess
+from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
 from tiercheck_operator.model.parsing import UNREADABLE
 
 
@@ -47,7 +36,6 @@ def fill(path: str, **names: str) -> str:
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
 CORE = "/api/v1/namespaces/{namespace}"
 _NAMESPACE = re.compile(r"/namespaces/([^/?]+)")
-MERGE_PATCH = "application/merge-patch+json"
 
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
@@ -60,52 +48,8 @@ _LISTED_AT_ONCE = 200
 """Objects of one page: the metadata of each takes some KiB."""
 _BUSY_TRIES = 4
 """Times that one call is sent if the server is too busy for it."""
-_RETRIES = urllib3.Retry(
-    total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
-)
-"""Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds until the next try, after the first failure and later ones."""
-_LONGEST_HOLD = 30.0
-"""Seconds; a server that wants to be left alone for longer is asked again after that."""
-_TOO_LARGE = 413
-
-
-class ApiFailure(Exception):
-    """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
-
-    `retry_after`: seconds for which the server wants to be left alone; None: it did not say. `considered`: it
-    is the answer to this call, not one that whatever is called would get.
-    """
-
-    def __init__(
-        self, status: int, message: str, retry_after: float | None = None, considered: bool = False
-    ) -> None:
-        super().__init__(f"{status}: {message}" if status else message)
-        self.status = status
-        self.retry_after = retry_after
-        self.considered = considered
-
-    @property
-    def conflict(self) -> bool:
-        return self.status == 409
-
-    @property
-    def not_found(self) -> bool:
-        return self.status == 404
-
-    @property
-    def busy(self) -> bool:
-        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent
-        again as it is. A disruption budget and a webhook may answer 429 as well, about one object."""
-        if self.considered:
-            return False
-        return self.status == 429 or (self.status == 503 and self.retry_after is not None)
-
-    @property
-    def refused(self) -> bool:
-        """The server said no (quota, admission, rights, validation): asking again soon will not help."""
-        return self.status in (400, 403, 405, _TOO_LARGE, 422)
 
 
 class NameTaken(ApiFailure):
@@ -132,15 +76,13 @@ class Kube:
 
     def __init__(
         self,
-        access: Access,
+        access: ServerAccess,
         timeout: float = 15.0,
         *,
         may_write: Callable[[], bool] = lambda: True,
         called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
     ) -> None:
-        self._access, self._timeout = access, urllib3.Timeout(total=timeout)
-        self._tls = access.tls
-        self._pool = _new_pool(self._tls)
+        self._server = ApiServer(access, timeout, "tiercheck-operator")
         self._may_write, self._called = may_write, called
         self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
@@ -172,7 +114,7 @@ class Kube:
                 return None
             raise
         if UNREADABLE in found:
-            raise ApiFailure(_TOO_LARGE, f"{found.get('kind')} {names.get('name')}: {found[UNREADABLE]}")
+            raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {names.get('name')}: {found[UNREADABLE]}")
         return found
 
     async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
@@ -214,7 +156,7 @@ class Kube:
                 address = f"{path}?{'&'.join(filter(None, asked))}"
                 found = await self._call("GET", address, accept=METADATA_ONLY)
             except ApiFailure as error:
-                if error.status != _TOO_LARGE or page == 1:
+                if error.status != TOO_LARGE or page == 1:
                     raise
                 page = max(1, page // 8)
                 continue
@@ -235,7 +177,7 @@ class Kube:
                 except ApiFailure as error:
                     if not error.busy:
                         raise
-                    hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
+                    hold = 1.0 if error.retry_after is None else error.retry_after
                     self._hold_until = max(self._hold_until, time.monotonic() + hold)
                     if not left:
                         raise
@@ -271,50 +213,8 @@ class Kube:
                 if not self._writing:
                     self._idle.set()
 
-    def _connections(self) -> urllib3.PoolManager:
-        """By the TLS context of now: those of an old one trust an authority that may be gone."""
-        tls = self._access.tls
-        with self._lock:
-            if tls is not self._tls:
-                self._tls, self._pool = tls, _new_pool(tls)
-            return self._pool
-
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None, accept: str) -> dict[str, Any]:
-        headers = {"Accept": accept, "User-Agent": f"tiercheck-operator/{__version__}"}
-        if body is not None:
-            headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
-        try:
-            response = self._connections().request(
-                method,
-                self._access.server + path,
-                body=json.dumps(body, default=dict) if body is not None else None,
-                headers={**headers, **self._access.headers()},
-                timeout=self._timeout,
-                preload_content=False,
-            )
-            data = response.read(MOST_ANSWER + 1)
-            if len(data) > MOST_ANSWER:
-                response.close()
-            response.release_conn()
-        except (HTTPError, OSError) as error:
-            raise ApiFailure(0, f"the API server does not answer: {error}") from error
-        except ValueError:  # the error quotes the header that cannot be sent
-            raise ApiFailure(
-                0, "the API server cannot be asked: its address or our token has characters that HTTP refuses"
-            ) from None
-        if len(data) > MOST_ANSWER:
-            raise ApiFailure(_TOO_LARGE, f"the API server's answer has more than {MOST_ANSWER} bytes")
-        if not 200 <= response.status < 300:
-            status = _status_of(data)
-            text = "" if data[:1] == b"{" else data[:500].decode(errors="replace")
-            raise ApiFailure(
-                int(response.status),
-                str(status.get("message") or "") or text or str(response.reason),
-                _retry_after(response.headers),
-                # Priority and fairness answer in plain text, before anything of the call is looked at.
-                considered=response.status == 429
-                and (status.get("kind") == "Status" or (path.endswith("/eviction") and bool(status))),
-            )
+        data = self._server.read(method, path, body, accept=accept, most=MOST_ANSWER)
         try:
             if accept == METADATA_ONLY:
                 # Nothing else is made of it: who wrote which field of an object is as deep as the object.
@@ -329,10 +229,6 @@ async def evict(kube: Kube, options: Mapping[str, Any], **names: str) -> None:
     """A pod, with DeleteOptions. Raises ApiFailure; `considered` if a disruption budget keeps it."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": names, "deleteOptions": options}
     await kube.create(CORE + "/pods/{name}/eviction", body, **names)
-
-
-def _new_pool(tls: ssl.SSLContext | None) -> urllib3.PoolManager:
-    return urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=tls)
 
 
 class ObjectMetadata(msgspec.Struct):
@@ -374,18 +270,3 @@ def _filled(path: str, names: Mapping[str, str]) -> str:
         return fill(path, **names)
     except ValueError as error:
         raise ApiFailure(400, str(error)) from error
-
-
-def _retry_after(headers: Any) -> float | None:
-    """Seconds; a date, which the API server never sends, counts as not said."""
-    text = str((headers or {}).get("Retry-After") or "")
-    return min(float(text), _LONGEST_HOLD) if text.isdigit() else None
-
-
-def _status_of(body: bytes) -> Mapping[str, Any]:
-    """The Status object of an error; empty: it is none."""
-    try:
-        found = parse_json(body or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from tiercheck.failpoints import failpoint
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.redaction import redacted
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import CORE, Kube
 from tiercheck_operator.model.actions import DeletePod, Notice
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.status import rfc3339

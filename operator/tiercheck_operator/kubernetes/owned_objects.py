@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import issue
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, Kube
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.owned import (
     GANGS,

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, version_of
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube, version_of
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from tiercheck_operator.attach import webhook
 from tiercheck_operator.attach.trust import Trust, renew_when_due
 from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Doors, Webhook
 from tiercheck_operator.config import Config, WebhookConfig
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
-from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)

@@ -11,7 +11,7 @@ from tests.operator.api_model import ApiModel
 from tests.operator.kubelet_words import made_by
 from tests.operator.world_in_memory import REMOTE, TEMPLATE, World, make_spec, trained
 from tiercheck.protocol import names
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.manifests.owned import GANGS, build_gang
 from tiercheck_operator.manifests.pod import build_pod, build_spare

@@ -18,7 +18,8 @@ from tests.operator.world_in_memory import TEMPLATE, trained
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
-from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import JOBS, Kube
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics

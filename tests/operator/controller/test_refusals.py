@@ -17,7 +17,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor, RefusalMemory
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService

@@ -16,7 +16,8 @@ import pytest
 from tests.operator.api_model import ApiModel
 from tests.operator.world_in_memory import START, World
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube, NotLeading
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 from tiercheck_operator.model.actions import Notice

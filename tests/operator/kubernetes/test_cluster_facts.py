@@ -14,7 +14,8 @@ from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.owned_objects import (
     Belongings,
     ClusterIdentity,

@@ -15,7 +15,7 @@ from tests.examples import examples
 from tests.operator.api_model import ApiModel
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.election import Candidate, Elector, LeaseMove, Record, Terms, parse_lease
 from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
 

@@ -28,8 +28,9 @@ from tiercheck.protocol import names
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator.kubernetes import object_reader
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue, issue_pair
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.object_reader import (
     Access,
     WatchSession,

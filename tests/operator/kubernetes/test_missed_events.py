@@ -23,9 +23,9 @@ from tests.operator.kubernetes.proxy import withholding
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned
 from tests.operator.world_in_memory import trained
-from tiercheck_cli.api_server import NODES, PODS
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Hearing,

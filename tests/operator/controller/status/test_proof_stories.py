@@ -21,7 +21,8 @@ from tiercheck.protocol.version import Version
 from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator import metrics as metrics_module
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.metrics import Metrics
