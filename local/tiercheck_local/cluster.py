@@ -101,12 +101,7 @@ class Faults:
 
     def evict_pod(self, pod: str, namespace: str = "default") -> None:
         """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
-        eviction = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": namespace},
-        }
-        self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+        self._cluster.api.evict(namespace, pod)
 
     def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""

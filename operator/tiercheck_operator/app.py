@@ -29,8 +29,8 @@ from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.api_server import ApiFailure
-from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.api_server import JOBS, NODES, PODS, ApiFailure
+from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
 from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases
@@ -88,7 +88,7 @@ class Operator:
         self._config, self._access = config, access
         self._metrics = Metrics()
         self._elector: Elector | None = None
-        self._kube = Kube(access, may_write=self._may_act, called=self._metrics.called)
+        self._kube = Kube(FencedServer(access, may_write=self._may_act, called=self._metrics.called))
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """UID of each job by its namespace and what its pods know it by."""
@@ -101,7 +101,7 @@ class Operator:
         self._beaten = boot_clock()
         self._attach = AttachService(
             self._kube,
-            Kube(access, called=self._metrics.called),
+            Kube(FencedServer(access, called=self._metrics.called)),
             config,
             lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
@@ -117,17 +117,14 @@ class Operator:
             leases=NodeLeases(self._kube),
             owner_size=self._attach.owner_size,
         )
-        jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
         self._resync = Resync(
             self._kube,
             {
                 "Pod": WatchedKind(
-                    "/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
+                    PODS, f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
                 ),
-                "Node": WatchedKind(
-                    "/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False
-                ),
-                names.KIND: WatchedKind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
+                "Node": WatchedKind(NODES, "", self._view.nodes, self._node_gone),
+                names.KIND: WatchedKind(JOBS, "", self._jobs, self._job_gone),
             },
             namespaces=config.namespaces,
             every=config.watch_check_seconds,
@@ -194,12 +191,10 @@ class Operator:
         told = False
         while not stop.is_set():
             try:
-                known = await self._kube.get(f"/apis/{names.API_GROUP}/{names.API_VERSION}")
+                if await self._kube.find_resource(JOBS.api_version, names.KIND) is not None:
+                    return True
             except ApiFailure as error:
                 log.warning("the kinds of the API server cannot be listed: %s", error)
-                known = None
-            if any(entry.get("name") == names.PLURAL for entry in (known or {}).get("resources") or []):
-                return True
             if not told:
                 log.warning("the API server has no %s yet; install its definition (crds/)", names.KIND)
                 told = True
@@ -225,7 +220,7 @@ class Operator:
         def tell(leads: bool) -> None:
             loop.call_soon_threadsafe(news.put_nowait, leads)
 
-        api = Kube(self._access, self._config.terms.call, called=self._metrics.called)
+        api = FencedServer(self._access, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
             api,
             self._config.lease,

@@ -284,8 +284,7 @@ class Scheduler(WokenController):
         }
         self._assumed[metadata["uid"]] = choice.node
         try:
-            path = PODS.path(metadata["namespace"], metadata["name"], "binding")
-            await self._client.request("POST", path, binding)
+            await self._client.create_part(PODS, metadata["namespace"], metadata["name"], "binding", binding)
         except BaseException:
             del self._assumed[metadata["uid"]]
             raise

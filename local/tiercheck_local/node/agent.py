@@ -21,10 +21,10 @@ from typing import Any
 
 from tiercheck.protocol.encoding import from_json
 from tiercheck_local import clock, controlplane, markers
-from tiercheck_local.client import Cache, Client
+from tiercheck_local.client import Cache, Client, Listing
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
-from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure, Listing
+from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure
 from tiercheck_operator.model.status import parse_time
 
 LEASE_NAMESPACE = "kube-node-lease"

@@ -5,12 +5,14 @@ Who they are is the business of their `ServerAccess`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
 import urllib3
@@ -21,10 +23,12 @@ from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 
 Object = dict[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MERGE_PATCH = "application/merge-patch+json"
 _PAGE = 500
-_WATCH_SECONDS = 600
+WATCH_SECONDS = 600
 _LONGEST_HOLD = 30.0
 """Seconds; a server that wants to be left alone for longer is asked again after that."""
 _MOST_ERROR = 2**20
@@ -42,13 +46,22 @@ class ApiResource:
 
     @property
     def root(self) -> str:
-        return f"/api/{self.api_version}" if "/" not in self.api_version else f"/apis/{self.api_version}"
+        return ("/apis/" if "/" in self.api_version else "/api/") + "/".join(
+            map(_segment, self.api_version.split("/", 1))
+        )
 
-    def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
-        """The URL path; without `namespace`, of all namespaces."""
-        scope = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced and namespace else ""
-        tail = "".join(f"/{part}" for part in (quote(name, safe=":"), subresource) if part)
-        return f"{self.root}{scope}/{self.plural}{tail}"
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
+        """The URL path; without `namespace`, of all namespaces. Raises ApiFailure for what is no name."""
+        scope = f"/namespaces/{_segment(namespace)}" if self.namespaced and namespace is not None else ""
+        tail = "" if name is None else f"/{_segment(name)}"
+        return f"{self.root}{scope}/{self.plural}{tail}{subresource and '/' + subresource}"
+
+
+def _segment(name: str) -> str:
+    """Anybody may write names, so none becomes more than the one segment of a path that it stands for."""
+    if name in ("", ".", ".."):  # which clients resolve, quoted or not
+        raise ApiFailure(400, f"{name!r} is no name", reason="BadRequest")
+    return quote(name, safe=":")
 
 
 PODS = ApiResource("v1", "pods")
@@ -107,21 +120,6 @@ class ApiFailure(Exception):
         return self.status in (400, 403, 405, TOO_LARGE, 422)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The complete collection: what is not in it is gone."""
-
-    items: tuple[Object, ...]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """One change. `kind` is ADDED, MODIFIED or DELETED."""
-
-    kind: str
-    object: Object
-
-
 class ServerAccess(Protocol):
     """Where the server is and who we are; asked at each call, as authorities and tokens change."""
 
@@ -159,7 +157,7 @@ class ApiServer:
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> list[Object]:
         items: list[Object] = []
-        page = {"limit": str(_PAGE), **_selectors(labels, fields)}
+        page = {"limit": str(_PAGE), **selectors(labels, fields)}
         while True:
             answer = self.request("GET", f"{resource.path(namespace)}?{urlencode(page)}")
             items += answer.get("items") or []
@@ -169,13 +167,29 @@ class ApiServer:
             page["continue"] = following
 
     def create(self, resource: ApiResource, namespace: str | None, body: Object) -> Object:
+        """`conflict` if it exists already."""
         return self.request("POST", resource.path(namespace), body)
+
+    def create_part(
+        self, resource: ApiResource, namespace: str, name: str, subresource: str, body: Object
+    ) -> Object:
+        """Of an object: its binding or eviction."""
+        return self.request("POST", resource.path(namespace, name, subresource), body)
+
+    def replace(self, resource: ApiResource, namespace: str | None, name: str, body: Object) -> Object:
+        return self.request("PUT", resource.path(namespace, name), body)
 
     def patch(
         self, resource: ApiResource, namespace: str | None, name: str, body: Object, *, subresource: str = ""
     ) -> Object:
-        """JSON merge patch."""
+        """JSON merge patch; a resourceVersion in `body` is a precondition."""
         return self.request("PATCH", resource.path(namespace, name, subresource), body)
+
+    def evict(self, namespace: str, name: str, *, uid: str = "", grace: int | None = None) -> Object:
+        """A pod. `considered` if a disruption budget keeps it."""
+        metadata, options = {"namespace": namespace, "name": name}, _delete_options(uid, grace)
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
+        return self.create_part(PODS, namespace, name, "eviction", body)
 
     def delete(
         self,
@@ -185,19 +199,15 @@ class ApiServer:
         *,
         uid: str = "",
         grace: int | None = None,
-        propagation: str = "Background",
-    ) -> None:
-        """Ask for deletion. It may be gone already, or a newer namesake of the object with `uid` be there."""
-        body: Object = {"propagationPolicy": propagation}
-        if uid:
-            body["preconditions"] = {"uid": uid}
-        if grace is not None:
-            body["gracePeriodSeconds"] = grace
+    ) -> bool:
+        """Ask for deletion. False: it is gone already, or a newer namesake of the one with `uid` is there."""
         try:
-            self.request("DELETE", resource.path(namespace, name), body)
+            self.request("DELETE", resource.path(namespace, name), _delete_options(uid, grace))
         except ApiFailure as failure:
             if not failure.not_found and not (uid and failure.conflict):
                 raise
+            return False
+        return True
 
     def apply(self, manifest: Object) -> Object:
         """Create it, or merge it into what exists. Raises ApiFailure 404 for an unknown kind."""
@@ -229,54 +239,9 @@ class ApiServer:
             return self.resource(api_version, kind)
         return None
 
-    def follow(
-        self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> Iterator[Listing | Changed]:
-        """The collection, then every change to it, for ever.
-
-        A new `Listing` follows whenever changes may have been missed. An API server that is away is waited
-        for.
-        """
-        path, selectors, pause = resource.path(namespace), _selectors(labels, fields), 0.1
-        while True:
-            try:
-                answer = self.request("GET", f"{path}?{urlencode(selectors)}")
-                yield Listing(tuple(answer["items"]))
-                pause = 0.1
-                yield from self._watch(path, selectors, answer["metadata"]["resourceVersion"])
-            except ApiFailure as failure:
-                if (
-                    failure.status
-                    and failure.status < 500
-                    and failure.status not in {401, 403, 404, 410, 429}
-                ):
-                    raise
-            time.sleep(pause)
-            pause = min(2.0, pause * 2)
-
-    def _watch(self, path: str, selectors: Mapping[str, str], version: str) -> Iterator[Changed]:
-        """Changes after `version`; resumes when the server ends a watch, returns when it forgot (410)."""
-        asked = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(_WATCH_SECONDS),
-            **selectors,
-        }
-        while True:
-            for line in self._lines(f"{path}?{urlencode({**asked, 'resourceVersion': version})}"):
-                event = parse_json(line)
-                found = event["object"]
-                if event["type"] == "ERROR":
-                    if found.get("code") == 410:
-                        return
-                    raise ApiFailure(int(found.get("code", 500)), found.get("message", ""))
-                version = found["metadata"]["resourceVersion"]
-                if event["type"] != "BOOKMARK":
-                    yield Changed(event["type"], found)
-
-    def _lines(self, path: str) -> Iterator[bytes]:
+    def lines(self, path: str) -> Iterator[bytes]:
         """Each line of an answer as soon as it is there. An object may be longer than any buffer."""
-        rest, timeout = b"", urllib3.Timeout(connect=10.0, read=_WATCH_SECONDS + 60.0)
+        rest, timeout = b"", urllib3.Timeout(connect=10.0, read=WATCH_SECONDS + 60.0)
         with self._answer("GET", path, timeout=timeout) as response:
             try:
                 for piece in response.stream(amt=None):
@@ -291,8 +256,7 @@ class ApiServer:
         try:
             return dict(parse_json(data))
         except (TypeError, ValueError) as error:
-            why = f"the answer of the API server {self.url} cannot be read: {error}"
-            raise ApiFailure(0, why, reason="BadAnswer") from error
+            raise self._unreadable(error) from error
 
     def read(
         self,
@@ -306,6 +270,11 @@ class ApiServer:
         """Any call; the answer as it is. One of more than `most` bytes is a failure."""
         with self._answer(method, path, body, accept) as response:
             return _content(response, most)
+
+    def _unreadable(self, error: Exception) -> ApiFailure:
+        return ApiFailure(
+            0, f"the answer of the API server {self.url} cannot be read: {error}", reason="BadAnswer"
+        )
 
     @contextlib.contextmanager
     def _answer(
@@ -342,6 +311,40 @@ class ApiServer:
             ) from None
 
 
+def _in_thread(
+    call: Callable[Concatenate[ApiServer, P], R],
+) -> Callable[Concatenate[ApiClient, P], Coroutine[Any, Any, R]]:
+    @functools.wraps(call)
+    async def waiting(self: ApiClient, /, *arguments: P.args, **named: P.kwargs) -> R:
+        return await self.run(functools.partial(call, self.server, *arguments, **named))
+
+    return waiting
+
+
+class ApiClient:
+    """An ApiServer's calls for asynchronous code, in as many threads as are called at once at most."""
+
+    def __init__(self, server: ApiServer, threads: int = 8) -> None:
+        self.server = server
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="api")
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, call: functools.partial[R]) -> R:
+        """Waits for one of the server's calls."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+    find = _in_thread(ApiServer.find)
+    find_resource = _in_thread(ApiServer.find_resource)
+    create = _in_thread(ApiServer.create)
+    create_part = _in_thread(ApiServer.create_part)
+    replace = _in_thread(ApiServer.replace)
+    patch = _in_thread(ApiServer.patch)
+    evict = _in_thread(ApiServer.evict)
+    delete = _in_thread(ApiServer.delete)
+
+
 @contextlib.contextmanager
 def _missing_ok() -> Iterator[None]:
     try:
@@ -349,6 +352,12 @@ def _missing_ok() -> Iterator[None]:
     except ApiFailure as failure:
         if not failure.not_found:
             raise
+
+
+def _delete_options(uid: str, grace: int | None) -> Object:
+    only: Object = {"preconditions": {"uid": uid}} if uid else {}
+    soon: Object = {} if grace is None else {"gracePeriodSeconds": grace}
+    return {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background", **only, **soon}
 
 
 def _content(response: urllib3.BaseHTTPResponse, most: int | None) -> bytes:
@@ -386,5 +395,5 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _selectors(labels: str, fields: str) -> dict[str, str]:
+def selectors(labels: str, fields: str) -> dict[str, str]:
     return {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}

@@ -1,41 +1,31 @@
-"""Calls the API server with plain dictionaries, off the event loop.
-
-Names come from objects that anybody may write, so none of
-them becomes more than the one segment of a path that it stands for.
-"""
+"""Calls the API server for the operator: writes only while it leads, and reads bounded answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.json import Decoder
 
-from tiercheck.protocol import names
-from tiercheck_operator.kubernetes.api_server import TOO_LARGE, ApiFailure, ApiServer, ServerAccess
+from tiercheck_operator.kubernetes.api_server import (
+    TOO_LARGE,
+    ApiClient,
+    ApiFailure,
+    ApiResource,
+    ApiServer,
+    Object,
+    ServerAccess,
+)
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
 from tiercheck_operator.model.parsing import UNREADABLE
 
-
-def fill(path: str, **names: str) -> str:
-    """The path with its segments filled in. Raises ValueError for what is no name."""
-    for key, name in names.items():
-        if name in ("", ".", ".."):  # which clients resolve, quoted or not
-            raise ValueError(f"{name!r} is no {key}")
-    return path.format(**{key: quote(name, safe="") for key, name in names.items()})
-
-
-JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
-CORE = "/api/v1/namespaces/{namespace}"
-_NAMESPACE = re.compile(r"/namespaces/([^/?]+)")
+R = TypeVar("R")
 
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
@@ -67,12 +57,9 @@ class NotLeading(ApiFailure):
         super().__init__(0, "this replica does not lead")
 
 
-class Kube:
-    """One connection pool to the API server.
-
-    `may_write` is asked right before anything but a GET is sent, in the sending thread. When the server says
-    that it is busy, all calls hold back for as long as it wants, and the call is sent again.
-    """
+class FencedServer(ApiServer):
+    """Asks `may_write` right before anything but a GET is sent, in the sending thread. What it reads of an
+    object takes a bounded part of our memory."""
 
     def __init__(
         self,
@@ -82,63 +69,86 @@ class Kube:
         may_write: Callable[[], bool] = lambda: True,
         called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
     ) -> None:
-        self._server = ApiServer(access, timeout, "tiercheck-operator")
-        self._may_write, self._called = may_write, called
-        self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
-        self._hold_until = 0.0
-        """Monotonic time."""
+        super().__init__(access, timeout, "tiercheck-operator")
+        self.may_write, self._called = may_write, called
         self._lock = threading.Lock()
         self._writing = 0
-        self._idle = threading.Event()
-        self._idle.set()
+        self.idle = threading.Event()
+        """Set while nothing that was sent to be written is on its way."""
+        self.idle.set()
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def get(self, resource: ApiResource, namespace: str | None, name: str) -> Object:
+        """Raises ApiFailure also for an object that is too large to be read."""
+        found = super().get(resource, namespace, name)
+        if UNREADABLE in found:
+            raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {name}: {found[UNREADABLE]}")
+        return found
+
+    def request(self, method: str, path: str, body: object = None) -> Object:
+        data = self.read(method, path, body)
+        try:
+            return read_object(data, most_of(path)) if data else {}
+        except (TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
+        """The metadata of some objects, and where the next ones begin; empty: nowhere."""
+        data = self.read("GET", path, accept=METADATA_ONLY)
+        try:
+            # Nothing else is made of it: who wrote which field of an object is as deep as the object.
+            page = _PAGE.decode(without_depth(data))
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self._unreadable(error) from error
+        return [each.metadata for each in page.items or ()], page.metadata.more
+
+    def read(self, method: str, path: str, body: object = None, **options: Any) -> bytes:
+        with self._about_to_write() if method != "GET" else contextlib.nullcontext():
+            began, status = time.monotonic(), 200
+            try:
+                return super().read(method, path, body, most=MOST_ANSWER, **options)
+            except ApiFailure as error:
+                status = error.status
+                raise
+            finally:
+                self._called(method, status, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _about_to_write(self) -> Iterator[None]:
+        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
+        with self._lock:
+            self._writing += 1
+            self.idle.clear()
+        try:
+            if not self.may_write():
+                raise NotLeading
+            yield
+        finally:
+            with self._lock:
+                self._writing -= 1
+                if not self._writing:
+                    self.idle.set()
+
+
+class Kube(ApiClient):
+    """When the server says that it is busy, all calls hold back for as long as it wants, and the call is sent
+    again."""
+
+    server: FencedServer
+
+    def __init__(self, server: FencedServer) -> None:
+        super().__init__(server, _THREADS)
+        self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
+        self._hold_until = 0.0
+        """Monotonic time."""
 
     @property
     def may_write(self) -> bool:
         """Whether this replica may act at this very moment."""
-        return self._may_write()
+        return self.server.may_write()
 
     async def drain(self, seconds: float) -> bool:
         """Wait until nothing that was sent to be written is still on its way; False: that took too long."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._idle.wait, seconds)
-
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        """None if there is no such object. Raises ApiFailure, also for one that is too large to be read."""
-        try:
-            found = await self._call("GET", _filled(path, names))
-        except ApiFailure as error:
-            if error.not_found:
-                return None
-            raise
-        if UNREADABLE in found:
-            raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {names.get('name')}: {found[UNREADABLE]}")
-        return found
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """Raises ApiFailure; `conflict` if it exists already."""
-        return await self._call("POST", _filled(path, names), body)
-
-    async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """Raises ApiFailure."""
-        return await self._call("PUT", _filled(path, names), body)
-
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
-        return await self._call("PATCH", _filled(path, names), body)
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        """With DeleteOptions. Whether there was such an object; it may be gone already. Raises ApiFailure."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
-        try:
-            await self._call("DELETE", _filled(path, names), body)
-        except ApiFailure as error:
-            if not error.not_found:
-                raise
-            return False
-        return True
+        return await asyncio.get_running_loop().run_in_executor(None, self.server.idle.wait, seconds)
 
     async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
         """UID to resourceVersion of every object, as of one moment, from the storage. Raises ApiFailure."""
@@ -154,26 +164,25 @@ class Kube:
             asked = (query, f"limit={page}", f"continue={more}" if more else "")
             try:
                 address = f"{path}?{'&'.join(filter(None, asked))}"
-                found = await self._call("GET", address, accept=METADATA_ONLY)
+                found, more = await self.run(functools.partial(self.server.list_page, address))
             except ApiFailure as error:
                 if error.status != TOO_LARGE or page == 1:
                     raise
                 page = max(1, page // 8)
                 continue
-            yield found["items"]
-            more = found["more"]
+            yield found
             if not more:
                 return
 
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
-    ) -> dict[str, Any]:
-        loop, named = asyncio.get_running_loop(), _NAMESPACE.search(path)
-        async with self._turns[hash(named[1]) % _TURNS] if named else contextlib.nullcontext():
+    async def run(self, call: functools.partial[R]) -> R:
+        """With one of its namespace's turns."""
+        # The first text is the namespace, or the path of a list. Things without a namespace have none.
+        named = next((each for each in call.args[:3] if isinstance(each, str)), None)
+        async with self._turns[hash(named) % _TURNS] if named else contextlib.nullcontext():
             for left in reversed(range(_BUSY_TRIES)):
                 await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
                 try:
-                    return await loop.run_in_executor(self._threads, self.call, method, path, body, accept)
+                    return await super().run(call)
                 except ApiFailure as error:
                     if not error.busy:
                         raise
@@ -182,53 +191,6 @@ class Kube:
                     if not left:
                         raise
         raise AssertionError("unreachable")
-
-    def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
-    ) -> dict[str, Any]:
-        """One request, in the calling thread. Raises ApiFailure."""
-        with self._about_to_write() if method != "GET" else contextlib.nullcontext():
-            began, status = time.monotonic(), 200
-            try:
-                return self._send(method, path, body, accept)
-            except ApiFailure as error:
-                status = error.status
-                raise
-            finally:
-                self._called(method, status, time.monotonic() - began)
-
-    @contextlib.contextmanager
-    def _about_to_write(self) -> Iterator[None]:
-        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
-        with self._lock:
-            self._writing += 1
-            self._idle.clear()
-        try:
-            if not self._may_write():
-                raise NotLeading
-            yield
-        finally:
-            with self._lock:
-                self._writing -= 1
-                if not self._writing:
-                    self._idle.set()
-
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, accept: str) -> dict[str, Any]:
-        data = self._server.read(method, path, body, accept=accept, most=MOST_ANSWER)
-        try:
-            if accept == METADATA_ONLY:
-                # Nothing else is made of it: who wrote which field of an object is as deep as the object.
-                page = _PAGE.decode(without_depth(data))
-                return {"items": [each.metadata for each in page.items or ()], "more": page.metadata.more}
-            return read_object(data, most_of(path)) if data else {}
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:
-            raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
-
-
-async def evict(kube: Kube, options: Mapping[str, Any], **names: str) -> None:
-    """A pod, with DeleteOptions. Raises ApiFailure; `considered` if a disruption budget keeps it."""
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": names, "deleteOptions": options}
-    await kube.create(CORE + "/pods/{name}/eviction", body, **names)
 
 
 class ObjectMetadata(msgspec.Struct):
@@ -263,10 +225,3 @@ _PAGE = Decoder(_Page)
 def version_of(text: object) -> int:
     """Of a resourceVersion. They may be compared: integers in every API server (KEP-5504)."""
     return int(str(text)) if str(text or "").isdigit() else 0
-
-
-def _filled(path: str, names: Mapping[str, str]) -> str:
-    try:
-        return fill(path, **names)
-    except ValueError as error:
-        raise ApiFailure(400, str(error)) from error

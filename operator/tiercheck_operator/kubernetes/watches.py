@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.client import Kube, version_of
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 
@@ -226,17 +226,10 @@ _SETTLE = 1.0
 class WatchedKind:
     """How a kind is listed, what is known of it, and what to do if a UID turns out to be gone."""
 
-    api: str
-    plural: str
+    resource: ApiResource
     query: str
     known: Watched[Any]
     gone: Callable[[str], Awaitable[None]]
-    namespaced: bool = True
-
-    def paths(self, namespaces: tuple[str, ...]) -> list[str]:
-        if not self.namespaced or not namespaces:
-            return [f"{self.api}/{self.plural}"]
-        return [f"{self.api}/namespaces/{namespace}/{self.plural}" for namespace in namespaces]
 
 
 class Resync:
@@ -304,9 +297,9 @@ class Resync:
         kind, hearing = self._kinds[name], self._hearing[name]
         before = kind.known.uids()
         listed: dict[str, int] = {}
-        for path in kind.paths(self._namespaces):
+        for namespace in (self._namespaces if kind.resource.namespaced else ()) or (None,):
             try:
-                listed |= await self._kube.list_versions(path, kind.query)
+                listed |= await self._kube.list_versions(kind.resource.path(namespace), kind.query)
             except ApiFailure as error:
                 if not error.not_found:  # the kind is not installed (any more)
                     raise

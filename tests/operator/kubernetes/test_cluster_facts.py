@@ -110,7 +110,7 @@ class Leases:
     def __init__(self, **renewed: str) -> None:
         self.renewed = renewed
 
-    async def get(self, path: str, *, name: str) -> dict[str, Any] | None:
+    async def find(self, where: object, namespace: str, name: str) -> dict[str, Any] | None:
         if name == "forbidden":
             raise ApiFailure(403, "forbidden")
         return {"spec": {"renewTime": self.renewed[name]}} if name in self.renewed else None
