@@ -71,7 +71,7 @@ class Kubelets:
         name, api = pod["metadata"]["name"], self._cluster.api
         target = {"apiVersion": "v1", "kind": "Node", "name": f"node-{number // 8 % self._nodes}"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
-        api.request("POST", PODS.path("default", name, "binding"), binding)
+        api.bind("default", name, binding)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         status = {
             "phase": "Running",

@@ -17,7 +17,7 @@ import yaml
 
 from tests.cli import recorded
 from tests.cli.shown import Ran, run
-from tiercheck_cli.complete import complete
+from tiercheck_cli.commands import complete
 from tiercheck_cli.login import open_local
 from tiercheck_local.controlplane import ControlPlane, write_kubeconfig
 

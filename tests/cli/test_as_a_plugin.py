@@ -17,7 +17,7 @@ import yaml
 from tests.access import server_tls
 from tests.cli import recorded
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
-from tiercheck_cli.complete import complete
+from tiercheck_cli.commands import complete
 from tiercheck_cli.terminal import spell
 from tiercheck_operator.kubernetes.certificates import issue
 

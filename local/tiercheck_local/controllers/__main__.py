@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client
-from tiercheck_local.controllers.disruption import Disruption, NodeLifecycle
-from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
+from tiercheck_local.controllers.manager import DEPENDENTS, Disruption, GarbageCollector, NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
 from tiercheck_local.node.agent import LEASE_NAMESPACE
 from tiercheck_operator.kubernetes.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object

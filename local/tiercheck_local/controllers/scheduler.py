@@ -284,7 +284,7 @@ class Scheduler(WokenController):
         }
         self._assumed[metadata["uid"]] = choice.node
         try:
-            await self._client.create_part(PODS, metadata["namespace"], metadata["name"], "binding", binding)
+            await self._client.bind(metadata["namespace"], metadata["name"], binding)
         except BaseException:
             del self._assumed[metadata["uid"]]
             raise

@@ -170,11 +170,9 @@ class ApiServer:
         """`conflict` if it exists already."""
         return self.request("POST", resource.path(namespace), body)
 
-    def create_part(
-        self, resource: ApiResource, namespace: str, name: str, subresource: str, body: Object
-    ) -> Object:
-        """Of an object: its binding or eviction."""
-        return self.request("POST", resource.path(namespace, name, subresource), body)
+    def bind(self, namespace: str, name: str, binding: Object) -> Object:
+        """Gives a pod its node."""
+        return self.request("POST", PODS.path(namespace, name, "binding"), binding)
 
     def replace(self, resource: ApiResource, namespace: str | None, name: str, body: Object) -> Object:
         return self.request("PUT", resource.path(namespace, name), body)
@@ -189,7 +187,7 @@ class ApiServer:
         """A pod. `considered` if a disruption budget keeps it."""
         metadata, options = {"namespace": namespace, "name": name}, _delete_options(uid, grace)
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
-        return self.create_part(PODS, namespace, name, "eviction", body)
+        return self.request("POST", PODS.path(namespace, name, "eviction"), body)
 
     def delete(
         self,
@@ -338,7 +336,7 @@ class ApiClient:
     find = _in_thread(ApiServer.find)
     find_resource = _in_thread(ApiServer.find_resource)
     create = _in_thread(ApiServer.create)
-    create_part = _in_thread(ApiServer.create_part)
+    bind = _in_thread(ApiServer.bind)
     replace = _in_thread(ApiServer.replace)
     patch = _in_thread(ApiServer.patch)
     evict = _in_thread(ApiServer.evict)
