@@ -21,9 +21,9 @@ from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck.protocol.encoding import to_json
 from tiercheck_cli.login import open_local
 from tiercheck_local import markers
-from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.markers import Octet, free_ports
 from tiercheck_local.node.pod import Settings
 from tiercheck_local.node.process import FIRST_BACK_OFF
 from tiercheck_local.nodespec import NodeSpec

@@ -18,8 +18,8 @@ from tests.access import load
 from tests.cluster.jobs import Replicas
 from tests.operator.kubernetes.proxy import deaf_to_watches
 from tiercheck.protocol import names
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.markers import free_ports
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import ApiFailure

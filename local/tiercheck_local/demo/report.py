@@ -27,7 +27,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import Malformed, from_json
 from tiercheck.protocol.report import Exact, RankRestore, Report
 from tiercheck_cli.events import EXACT_WORDS
-from tiercheck_cli.plan.picture import new_figure, remove_frame, svg_of
+from tiercheck_cli.plan.command import new_figure, remove_frame, svg_of
 from tiercheck_cli.terminal import PHASE_WORDS, PHASES, short
 from tiercheck_local.demo.training_log import Digest, RunVerdict, Step
 from tiercheck_operator.manifests.owned import parse_secret

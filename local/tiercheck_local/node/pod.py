@@ -195,7 +195,8 @@ class Pod:
 
     async def _finish(self) -> None:
         """The pod has run its course: sidecars go, in reverse order, and the phase becomes final."""
-        await self._stop_sidecars(time.monotonic() + self._grace())
+        grace = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
+        await self._stop_sidecars(time.monotonic() + grace)
         self._situation.over = True
         self._changed()
 
@@ -215,9 +216,6 @@ class Pod:
         for container in reversed(self._inits):
             if container.is_sidecar:
                 await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
-
-    def _grace(self) -> float:
-        return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     async def _recipes(self) -> dict[str, ContainerRecipe]:
         """Resolve all the manifest refers to; what is missing is shown and waited for, as by a kubelet."""

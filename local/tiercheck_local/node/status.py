@@ -76,11 +76,8 @@ def _phase(situation: PodSituation) -> str:
     if situation.over:
         codes = [view.exit_code for view in (*situation.inits, *situation.mains) if not view.is_sidecar]
         return "Succeeded" if all(code == 0 for code in codes) else "Failed"
-    return "Running" if any(_has_run(view) for view in situation.mains) else "Pending"
-
-
-def _has_run(view: Container) -> bool:
-    return view.running or "terminated" in view.state or bool(view.last_state)
+    ran = (view.running or "terminated" in view.state or view.last_state for view in situation.mains)
+    return "Running" if any(ran) else "Pending"
 
 
 def _conditions(

@@ -14,8 +14,17 @@ from typing import Any
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import FieldCause, Object
-from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
-from tiercheck_local.apiserver.schema import built_in, crds
+from tiercheck_local.apiserver.resources import (
+    CRDS,
+    NAMESPACES,
+    PODS,
+    Registry,
+    Resource,
+    established_status,
+    prepare_definition,
+    resources_of,
+)
+from tiercheck_local.apiserver.schema import built_in
 from tiercheck_local.apiserver.store.storage import Key, ObjectStorage
 from tiercheck_local.clock import timestamp
 
@@ -185,7 +194,7 @@ class ApiObjects:
     def _after_write(self, resource: Resource, stored: Object) -> Object:
         if resource is CRDS:
             spec = stored["spec"]
-            self.registry.replace_custom(spec["group"], spec["names"]["plural"], crds.resources_of(stored))
+            self.registry.replace_custom(spec["group"], spec["names"]["plural"], resources_of(stored))
         return stored
 
     def _check_type(self, resource: Resource, value: Any) -> None:
@@ -281,10 +290,10 @@ class ApiObjects:
 
     def _prepared(self, resource: Resource, value: Object, options: WriteOptions) -> Object:
         if resource is CRDS:
-            found = crds.prepare(value)
+            found = prepare_definition(value)
             if found:
                 raise errors.invalid(resource.kind, resource.group, value["metadata"]["name"], found)
-            value["status"] = crds.established_status(value)
+            value["status"] = established_status(value)
         elif resource.custom:
             if resource.custom.has_status:
                 value.pop("status", None)
@@ -311,9 +320,9 @@ class ApiObjects:
 
     def _update_faults(self, resource: Resource, value: Object, old: Object) -> list[FieldCause]:
         if resource is CRDS:
-            found = crds.prepare(value)
+            found = prepare_definition(value)
             if not found:
-                value["status"] = crds.established_status({**value, "status": old.get("status")})
+                value["status"] = established_status({**value, "status": old.get("status")})
             return found
         return [] if resource.custom else built_in.prepare_update(resource.collection, value, old)
 
