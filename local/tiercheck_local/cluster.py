@@ -203,14 +203,6 @@ class Faults:
             raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
         markers.write_cuts(self._cluster.cuts, self._cut)
 
-    def taint_node(self, name: str, key: str, effect: str = "NoSchedule") -> None:
-        """As an autoscaler announces the end of a node."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": [{"key": key, "effect": effect}]}})
-
-    def untaint_node(self, name: str) -> None:
-        """Take all taints away."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": None}})
-
     def nodes_with(self, label: str, value: str) -> list[str]:
         return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
 
