@@ -38,9 +38,7 @@ class UserAccess:
 
 def open_local(kubeconfig: Path) -> ApiServer:
     """The server of the laptop cluster that this file names: many calls at once, no proxy between."""
-    configuration = kubernetes.client.Configuration()
-    config: Any = kubernetes.config
-    config.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
+    configuration, _ = configured(str(kubeconfig), None)
     configuration.proxy = None
     configuration.connection_pool_maxsize = 16
     return ApiServer(UserAccess(configuration), timeout=30.0)

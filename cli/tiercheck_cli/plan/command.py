@@ -26,9 +26,8 @@ from tiercheck_cli.terminal import (
     Namespace,
     Output,
     OutputFormat,
-    console,
     remark,
-    write,
+    show,
 )
 from tiercheck_operator.model.conditions import plural
 
@@ -79,11 +78,7 @@ def plan(
     if picture is not None:
         draw(picture, layout)
         remark(f"drawn: {picture}")
-    if output is not Output.TABLE:
-        write(as_json(layout), output)
-        return
-    terminal = console()
-    terminal.print(screen(layout, terminal.width))
+    show(output, lambda: as_json(layout), lambda width: screen(layout, width))
 
 
 def check_named(job: str, *of_a_file: object) -> None:

@@ -6,21 +6,22 @@ The page loads nothing from anywhere, so it can be mailed and archived.
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
-import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import urllib3
 from rich import box
 from rich.table import Table
 from rich.text import Text
+from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Tier
@@ -209,17 +210,15 @@ def ask(
     address: str, context: ssl.SSLContext, headers: Mapping[str, str], timeout: float = 3.0
 ) -> Report | None:
     """The report of the sidecar at `address`; None if it does not answer."""
-    try:
-        plain = socket.create_connection((address, names.CONTROL_PORT), timeout=timeout)
-        with context.wrap_socket(plain, server_hostname=names.TLS_SERVER_NAME) as connection:
-            http_connection = http.client.HTTPConnection(address)
-            http_connection.sock = connection
-            http_connection.request("GET", "/v1/report", headers=dict(headers))
-            response = http_connection.getresponse()
-            body = response.read()
-            return from_json(body, Report) if response.status == http.HTTPStatus.OK else None
-    except (OSError, http.client.HTTPException, Malformed):
-        return None
+    name = names.TLS_SERVER_NAME
+    with urllib3.HTTPSConnectionPool(
+        address, names.CONTROL_PORT, ssl_context=context, server_hostname=name, assert_hostname=name
+    ) as pool:
+        try:
+            answer = pool.request("GET", "/v1/report", headers=headers, timeout=timeout, retries=False)
+            return from_json(answer.data, Report) if answer.status == HTTPStatus.OK else None
+        except (HTTPError, OSError, Malformed):
+            return None
 
 
 HEADINGS = (
