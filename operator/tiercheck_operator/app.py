@@ -19,7 +19,7 @@ import resource
 import secrets
 import signal
 from asyncio import sslproto
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -117,15 +117,15 @@ class Operator:
             leases=NodeLeases(self._kube),
             owner_size=self._attach.owner_size,
         )
+        of_jobs = f"labelSelector={names.LABEL_JOB_UID}"
+        self._kinds = {
+            "Pod": WatchedKind(PODS, of_jobs, self._view.pods, self._pod_changed, self._pod_gone),
+            "Node": WatchedKind(NODES, "", self._view.nodes, self._node_changed, self._node_gone),
+            names.KIND: WatchedKind(JOBS, "", self._jobs, self._job_changed, self._job_gone),
+        }
         self._resync = Resync(
             self._kube,
-            {
-                "Pod": WatchedKind(
-                    PODS, f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
-                ),
-                "Node": WatchedKind(NODES, "", self._view.nodes, self._node_gone),
-                names.KIND: WatchedKind(JOBS, "", self._jobs, self._job_gone),
-            },
+            self._kinds,
             namespaces=config.namespaces,
             every=config.watch_check_seconds,
             grace=config.watch_grace_seconds,
@@ -320,37 +320,25 @@ class Operator:
         async def login(**_: Any) -> kopf.AiohttpSession:
             return await session.log_in()
 
-        @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
-        async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard("Pod", type, body, self._pod_changed, self._pod_gone)
-
-        @kopf.on.event("v1", "nodes", registry=registry)
-        async def node_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard("Node", type, body, self._node_changed, self._node_gone)
-
-        @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-        async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard(names.KIND, type, body, self._job_changed, self._job_gone)
-
+        for name, kind in self._kinds.items():
+            self._follow(registry, name, kind)
         return registry
 
-    async def _heard(
-        self,
-        kind: str,
-        type: str | None,
-        body: Mapping[str, Any],
-        changed: Callable[[Mapping[str, Any]], None],
-        gone: Callable[[str], Awaitable[None]],
-    ) -> None:
-        uid, version = _identity(body)
-        try:
-            if type != "DELETED":
-                changed(body)
-        finally:
-            self._metrics.watched(kind)
-            self._resync.heard(kind, uid, version, listed=type is None)
-        if type == "DELETED":
-            await gone(uid)
+    def _follow(self, registry: kopf.OperatorRegistry, name: str, kind: WatchedKind) -> None:
+        where = (*kind.resource.api_version.split("/"), kind.resource.plural)
+        labels = {names.LABEL_JOB_UID: kopf.PRESENT} if kind.query else None
+
+        @kopf.on.event(*where, labels=labels, registry=registry)
+        async def heard(type: str | None, body: kopf.Body, **_: Any) -> None:
+            uid, version = _identity(body)
+            try:
+                if type != "DELETED":
+                    kind.changed(body)
+            finally:
+                self._metrics.watched(name)
+                self._resync.heard(name, uid, version, listed=type is None)
+            if type == "DELETED":
+                await kind.gone(uid)
 
     def _pod_changed(self, body: Mapping[str, Any]) -> None:
         uid, version = _identity(body)

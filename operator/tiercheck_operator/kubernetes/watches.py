@@ -224,11 +224,12 @@ _SETTLE = 1.0
 
 @dataclass(frozen=True)
 class WatchedKind:
-    """How a kind is listed, what is known of it, and what to do if a UID turns out to be gone."""
+    """How a kind is listed, what is known of it, and what to do if an object has changed or a UID is gone."""
 
     resource: ApiResource
     query: str
     known: Watched[Any]
+    changed: Callable[[Mapping[str, Any]], None]
     gone: Callable[[str], Awaitable[None]]
 
 

@@ -95,16 +95,18 @@ async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scr
     assert server.asked[-1][2] - refused >= 1.0
 
 
-@pytest.mark.parametrize("evicts", [True, False])
-async def test_answer_about_one_object_holds_up_no_other_call(server: Scripted, evicts: bool) -> None:
+@pytest.mark.parametrize(("evicts", "kind"), [(True, "Status"), (True, "No"), (False, "Status")])
+async def test_answer_about_one_object_holds_up_no_other_call(
+    server: Scripted, evicts: bool, kind: str
+) -> None:
     """Of a disruption budget, and of an admission webhook that uses the same code."""
     server.script = [(429, {"Retry-After": "30"})]
     path = "/api/v1/namespaces/ml/pods" + "/p/eviction" * evicts
-    server.pages = {path: {"kind": "Status", "message": "it would violate the pod's disruption budget"}}
+    server.pages = {path: {"kind": kind, "message": "it would violate the pod's disruption budget"}}
     kube = server.kube()
     with pytest.raises(ApiFailure, match="disruption budget") as caught:
         await (kube.evict("ml", "p") if evicts else kube.create(PODS, "ml", {}))
-    assert (caught.value.considered, caught.value.busy) == (True, False)
+    assert (caught.value.considered, caught.value.busy, kube._hold_until) == (True, False, 0.0)
     async with asyncio.timeout(20):
         await kube.find(THINGS, None, "other")
     assert len(server.asked) == 2, "and it is not tried again at once"
@@ -202,14 +204,6 @@ async def test_object_that_is_too_large_is_no_answer_but_a_sentence(server: Scri
 
 def _listed(uid: str, version: int) -> dict[str, Any]:
     return {"metadata": {"uid": uid, "resourceVersion": str(version)}}
-
-
-async def test_disruption_budget_that_refuses_an_eviction_holds_up_no_other_call(server: Scripted) -> None:
-    server.script = [BUSY]
-    kube = server.kube()
-    with pytest.raises(ApiFailure, match="429"):
-        await kube.evict("a", "p")
-    assert (len(server.asked), kube._hold_until) == (1, 0.0)
 
 
 JOB = World().job

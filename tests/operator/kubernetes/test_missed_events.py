@@ -110,7 +110,9 @@ class Listing:
 
     def __init__(self, kind: str, lists: Mapping[str, int] | ApiFailure) -> None:
         self.watched, self._lists, self._began = Watched[Any](), lists, asyncio.Event()
-        known = WatchedKind(ApiResource("v1", f"{kind.lower()}s"), "", self.watched, self._gone)
+        known = WatchedKind(
+            ApiResource("v1", f"{kind.lower()}s"), "", self.watched, lambda raw: None, self._gone
+        )
         self.resync = Resync(cast(Kube, self), {kind: known}, namespaces=(), every=3600.0, grace=30.0)
         self.due = self.resync._due = Woken()
         self._task: asyncio.Task[None] | None = None
