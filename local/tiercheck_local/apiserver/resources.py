@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.schema.cel import BadRule, Rules
 from tiercheck_local.apiserver.schema.structural import CustomVersion
-from tiercheck_local.clock import timestamp
+from tiercheck_operator.model.status import rfc3339
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def established_status(crd: Object) -> Object:
     def condition(kind: str, reason: str, message: str) -> Object:
         return earlier.get(kind) or {
             "type": kind, "status": "True", "reason": reason, "message": message,
-            "lastTransitionTime": timestamp(),
+            "lastTransitionTime": rfc3339(time.time()),
         }  # fmt: skip
 
     return {

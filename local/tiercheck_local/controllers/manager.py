@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_local.controllers.scheduler import is_finished, ready_status, toleration
@@ -27,7 +26,7 @@ from tiercheck_operator.kubernetes.api_server import (
     ApiResource,
     Object,
 )
-from tiercheck_operator.model.status import parse_time
+from tiercheck_operator.model.status import parse_time, rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class NodeLifecycle:
         await self._evict(node)
 
     async def _declare_unknown(self, node: Object) -> None:
-        now = clock.timestamp()
+        now = rfc3339(time.time())
         unknown = {
             "type": "Ready",
             "status": "Unknown",
@@ -98,7 +97,7 @@ class NodeLifecycle:
 
     async def _taint(self, node: Object) -> None:
         added = [
-            {"key": UNREACHABLE, "effect": effect, "timeAdded": clock.timestamp()}
+            {"key": UNREACHABLE, "effect": effect, "timeAdded": rfc3339(time.time())}
             for effect in ("NoSchedule", "NoExecute")
         ]
         kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] != UNREACHABLE]
@@ -125,7 +124,7 @@ class NodeLifecycle:
             if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
                 continue
             doubted = [
-                {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": clock.timestamp()}
+                {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": rfc3339(time.time())}
                 if c["type"] == "Ready"
                 else c
                 for c in pod["status"]["conditions"]

@@ -16,16 +16,17 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol.encoding import from_json
-from tiercheck_local import clock, controlplane, markers
+from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client, Listing
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
 from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure
-from tiercheck_operator.model.status import parse_time
+from tiercheck_operator.model.status import parse_time, rfc3339
 
 LEASE_NAMESPACE = "kube-node-lease"
 _LEASE_SECONDS = 0.5
@@ -84,7 +85,7 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
 
 
 def ready_condition() -> dict[str, str]:
-    now = clock.timestamp()
+    now = rfc3339(time.time())
     return {
         "type": "Ready",
         "status": "True",
@@ -149,7 +150,7 @@ class Registration:
                 pause = min(1.0, pause * 2)
 
     async def _renew(self) -> None:
-        renewal = {"spec": {"renewTime": clock.micro_timestamp()}}
+        renewal = {"spec": {"renewTime": _micro_time()}}
         try:
             await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
         except ApiFailure as failure:
@@ -172,7 +173,7 @@ class Registration:
             "spec": {
                 "holderIdentity": self._settings.name,
                 "leaseDurationSeconds": 2,
-                "renewTime": clock.micro_timestamp(),
+                "renewTime": _micro_time(),
             },
         }
         await self._client.create(LEASES, LEASE_NAMESPACE, lease)
@@ -256,6 +257,11 @@ class Agent:
             address = f"{self._settings.address_prefix}.{last}"
             if all(pod.ip != address for pod in self._pods.values()):
                 yield address
+
+
+def _micro_time() -> str:
+    """Now, as metav1.MicroTime."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _grace_left(manifest: Object) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tiercheck_local.apiserver.resources import (
 )
 from tiercheck_local.apiserver.schema import built_in
 from tiercheck_local.apiserver.store.storage import Key, ObjectStorage
-from tiercheck_local.clock import timestamp
+from tiercheck_operator.model.status import rfc3339
 
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 _SERVER_FIELDS = (
@@ -97,7 +98,7 @@ class ApiObjects:
         for field in (*_SERVER_FIELDS, "selfLink"):
             metadata.pop(field, None)
         _drop_empty(metadata)
-        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=timestamp())
+        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=rfc3339(time.time()))
         if _has_generation(resource):
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
@@ -173,7 +174,7 @@ class ApiObjects:
             metadata["finalizers"] = finalizers
         already = metadata.get("deletionGracePeriodSeconds") if "deletionTimestamp" in metadata else None
         if already is None or grace < already:
-            metadata["deletionTimestamp"] = timestamp(grace)
+            metadata["deletionTimestamp"] = rfc3339(time.time() + grace)
             metadata["deletionGracePeriodSeconds"] = grace
             if already is None and "generation" in metadata:
                 metadata["generation"] += 1
