@@ -18,7 +18,7 @@ from benchmarks.harness import ROOT, Figure, Outcome, Scale, seconds_text
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Order
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 _SCRIPT = """
 import time; began = time.time()

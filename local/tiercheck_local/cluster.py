@@ -17,12 +17,12 @@ import yaml
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
-from tiercheck_cli.api_server import CRDS, NODES, PODS, Object, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import PATIENCE, RunningCluster
+from tiercheck_operator.kubernetes.api_server import CRDS, NODES, PODS, ApiFailure, Object
 
 _HEADER_ROOM = 4 * 1024 * 1024
 
@@ -100,13 +100,8 @@ class Faults:
     # Pods.
 
     def evict_pod(self, pod: str, namespace: str = "default") -> None:
-        """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
-        eviction = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": namespace},
-        }
-        self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
+        self._cluster.api.evict(namespace, pod)
 
     def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
@@ -114,8 +109,8 @@ class Faults:
         def evicted() -> bool:
             try:
                 self.evict_pod(pod, namespace)
-            except RequestFailed as failure:
-                if failure.code != 429:
+            except ApiFailure as failure:
+                if failure.status != 429:
                     raise
                 return False
             return True
@@ -207,14 +202,6 @@ class Faults:
         if self._cluster.cuts is None:
             raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
         markers.write_cuts(self._cluster.cuts, self._cut)
-
-    def taint_node(self, name: str, key: str, effect: str = "NoSchedule") -> None:
-        """As an autoscaler announces the end of a node."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": [{"key": key, "effect": effect}]}})
-
-    def untaint_node(self, name: str) -> None:
-        """Take all taints away."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": None}})
 
     def nodes_with(self, label: str, value: str) -> list[str]:
         return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
@@ -341,7 +328,7 @@ class LocalCluster(RunningCluster):
         return Faults(self)
 
     def apply(self, manifest: Object) -> Object:
-        """Create or merge. Raises RequestFailed."""
+        """Create or merge. Raises ApiFailure."""
         return self.api.apply(manifest)
 
     def apply_file(self, path: Path) -> list[Object]:
@@ -381,8 +368,8 @@ class LocalCluster(RunningCluster):
     def _answers(self, path: str) -> bool:
         try:
             self.api.request("GET", path)
-        except RequestFailed as failure:
-            if failure.code in {404, 429, 503}:
+        except ApiFailure as failure:
+            if failure.status in {404, 429, 503}:
                 return False
             raise
         return True

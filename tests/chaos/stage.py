@@ -19,11 +19,11 @@ from tests.chaos.record import Recorder
 from tests.chaos.store import BUCKET, Store
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
 from tiercheck_local.demo.scenario import condition_is
 from tiercheck_local.demo.stage import CREDENTIALS, REGION, LaptopStage, credentials
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import ApiFailure, Object
 
 ROOT = Path(__file__).parents[2]
 JOB = "chaos"
@@ -156,7 +156,7 @@ class Stage:
         if name.startswith("store"):
             self.store.mood = name
         elif name == "evict":
-            with contextlib.suppress(RequestFailed):  # it was just replaced
+            with contextlib.suppress(ApiFailure):  # it was just replaced
                 self._job.inflict(name, worker)
         else:
             self._job.inflict(name, worker, [each for each in range(self.workers) if each != worker])

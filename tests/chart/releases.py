@@ -16,8 +16,8 @@ import yaml
 
 from tests.access import REAL_SERVER
 from tests.operator.kubernetes.proxy import JOBS, Recording, recording, service_account_kubeconfig
-from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 
 helm = pytest.importorskip(
     "helm_python", reason="the Helm SDK (helm-python-sdk) has no wheel for this machine"
@@ -119,8 +119,8 @@ def install(
 def exists(cluster: LocalCluster, path: str) -> bool:
     try:
         cluster.api.request("GET", path)
-    except RequestFailed as failure:
-        if failure.code in (404, 429, 503):
+    except ApiFailure as failure:
+        if failure.status in (404, 429, 503):
             return False
         raise
     return True

@@ -9,10 +9,10 @@ import pytest
 
 from tests.access import BOTH_SERVERS
 from tests.cluster.jobs import Jobs
-from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import ObjectStore, credentials
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import NODES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,8 @@ import copy
 import secrets
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, ApiResource, Object
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import PODS, ApiResource, Object
 
 JOBS = ApiResource("batch/v1", "jobs")
 INDEX = "batch.kubernetes.io/job-completion-index"

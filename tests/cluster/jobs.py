@@ -16,10 +16,10 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import RankRestore, Report
-from tiercheck_cli.api_server import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.scenario import condition_is, in_words
 from tiercheck_local.demo.stage import CREDENTIALS, JOBS, REGION, LaptopStage, ObjectStore
+from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0

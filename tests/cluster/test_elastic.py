@@ -13,9 +13,9 @@ import pytest
 from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
+from tiercheck_operator.kubernetes.api_server import PODS
 
 pytestmark = pytest.mark.cluster
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import Job, Jobs
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import PODS
 
 pytestmark = pytest.mark.cluster
 RANKS = 4

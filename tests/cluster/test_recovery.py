@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.trainer import undisturbed
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import PODS
 
 pytestmark = pytest.mark.cluster
 

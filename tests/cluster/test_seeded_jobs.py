@@ -20,9 +20,9 @@ from tests.cluster.sharded_trainer import BATCH, SAMPLES, make_model, whole
 from tests.integrations.test_frameworks import NEEDS, command, needed, steps
 from tests.lives import Lives
 from tiercheck import ResumableSampler
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import ACCESS_KEY, JOBS, REGION, SECRET_KEY, ObjectStore
+from tiercheck_operator.kubernetes.api_server import PODS
 
 pytestmark = pytest.mark.cluster
 

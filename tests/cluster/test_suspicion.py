@@ -13,9 +13,9 @@ import pytest
 from tests.cluster.conftest import OPERATOR_ENV, ROOT
 from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
-from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster, waits_warm
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import NODES
 
 pytestmark = pytest.mark.cluster
 
@@ -147,7 +147,8 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
 def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2)
     node = job.stage.node_of(1)
-    cluster.faults.taint_node(node, "karpenter.sh/disrupted")
+    taint = {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}
+    cluster.api.patch(NODES, None, node, {"spec": {"taints": [taint]}})
     try:
         recovery = job.wait_recovered(before["attempt"])
         assert recovery["cause"] == "NodeLeaving"
@@ -155,7 +156,7 @@ def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster:
         assert recovery["lostSteps"] <= 2
         assert _on(job, node) == []
     finally:
-        cluster.faults.untaint_node(node)
+        cluster.api.patch(NODES, None, node, {"spec": {"taints": None}})
     assert_same_as_undisturbed(job)
 
 

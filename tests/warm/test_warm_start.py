@@ -19,7 +19,7 @@ from tests.scripted_sidecar import until
 from tiercheck.launcher.recipe import Recipe
 from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.directive import Phase
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -18,8 +18,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.report import faults_table, verdict_line, write_report
-from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
+from tiercheck_local.demo.report import (
+    RunRecord,
+    add_resumes,
+    faults_table,
+    verdict_line,
+    with_resumes,
+    write_report,
+)
 from tiercheck_local.demo.scenario import Live, Story, StoryFailed
 from tiercheck_local.demo.stage import (
     FAILURES,

@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiercheck_local.demo.result import FaultRecord, count_tiers, rank_source
+from tiercheck_local.demo.report import FaultRecord, count_tiers, rank_source
 from tiercheck_local.demo.stage import Failure, LaptopStage
 from tiercheck_local.demo.training_log import TrainingLog
 from tiercheck_operator.model.status import parse_time

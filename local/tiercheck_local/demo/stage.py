@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local import controlplane
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster, NothingToHit
 from tiercheck_local.controlplane import wait_until
-from tiercheck_local.demo.result import RecoveryWatch
+from tiercheck_local.demo.report import RecoveryWatch
+from tiercheck_local.markers import free_ports
 from tiercheck_local.nodespec import RACK
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, SECRETS, Object
 
 ACCESS_KEY = "tiercheck-demo"
 SECRET_KEY = "tiercheck-demo-secret"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiercheck_local import controlplane
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 
 @dataclass(frozen=True)

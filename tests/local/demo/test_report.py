@@ -18,14 +18,17 @@ from rich.console import Console
 from tiercheck_cli.terminal import short
 from tiercheck_local.demo.report import (
     HEADINGS,
+    FaultRecord,
+    RunRecord,
+    add_resumes,
     count_ranks,
     faults_table,
     page,
     rows,
     verdict_line,
+    with_resumes,
     write_report,
 )
-from tiercheck_local.demo.result import FaultRecord, RunRecord, add_resumes, with_resumes
 from tiercheck_local.demo.training_log import Digest, RunVerdict, Step, TrainingLog, compare, parse
 
 _FAULTS = [
