@@ -163,6 +163,8 @@ class World:
         self.slow_for = 0.0
         self.staying = False
         """Whether scripts have a loop whose process stays."""
+        self.refusal = ""
+        """Why they would not, although they have one."""
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
