@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.api_server import LEASES, ApiFailure, ApiServer
 from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
+from tiercheck_operator.model.spelling import At, read_as
 
 
 # As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another
@@ -60,9 +61,9 @@ class Terms:
 class Record:
     """The spec of a Lease. `holder` is empty once it was released."""
 
-    holder: str
-    duration: float
-    mark: str
+    holder: Annotated[str, At("holderIdentity")] = ""
+    duration: Annotated[float, At("leaseDurationSeconds")] = 0.0
+    mark: Annotated[str, At("renewTime")] = ""
     """Anything that differs after each renewal; only compared for equality."""
 
 
@@ -111,12 +112,7 @@ class Candidate:
 
 def parse_lease(raw: Mapping[str, Any]) -> Record:
     """Tolerant: whatever is missing counts as not held."""
-    spec = raw.get("spec") or {}
-    return Record(
-        holder=str(spec.get("holderIdentity") or ""),
-        duration=float(spec.get("leaseDurationSeconds") or 0),
-        mark=str(spec.get("renewTime") or ""),
-    )
+    return read_as(Record, raw.get("spec") or {})
 
 
 def build_lease(
