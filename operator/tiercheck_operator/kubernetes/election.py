@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.api_server import LEASES, ApiFailure, ApiServer
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import belonging
 from tiercheck_operator.model.spelling import At, read_as
 
 
@@ -256,7 +256,8 @@ class Elector(threading.Thread):
             log.warning("lease %s was not given back: %s", self._lease, error)
 
     def _write(self, holder: str) -> None:
-        belonging = self._belonging() if self._raw is None else None
+        # The Deployment has the lease's name.
+        owner = belonging(self._api, self._namespace, self._lease) if self._raw is None else None
         sent = self._clock()
         now = datetime.datetime.now(datetime.UTC)
         body = build_lease(
@@ -266,7 +267,7 @@ class Elector(threading.Thread):
             holder=holder,
             duration=self._terms.duration,
             now=now,
-            belonging=belonging,
+            belonging=owner,
         )
         if self._raw is None:
             self._raw = self._api.create(LEASES, self._namespace, body)
@@ -274,15 +275,6 @@ class Elector(threading.Thread):
             self._raw = self._api.replace(LEASES, self._namespace, self._lease, body)
         failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
-
-    def _belonging(self) -> dict[str, Any]:
-        """Of a lease that is made now: the Deployment has its name."""
-        try:
-            return owner_metadata(self._api.find(DEPLOYMENTS, self._namespace, self._lease))
-        except ApiFailure as error:
-            if error.refused:
-                return {}
-            raise
 
     def _note_holder(self) -> None:
         holder = parse_lease(self._raw).holder if self._raw is not None else ""
