@@ -109,7 +109,7 @@ class World:
             for rack in range(racks)
             for index in range(nodes_per_rack)
         }
-        self.job = JobView("j", "ns", "job-uid", 1, "1", False, spec or make_spec(), JobRecord())
+        self.job = JobView("j", "ns", "job-uid", spec or make_spec(), generation=1, resource_version="1")
         self.pods: dict[str, PodView] = {}
         self.sidecars: dict[str, SidecarModel] = {}
         self.reports: dict[str, WorkerReport] = {}
