@@ -50,12 +50,12 @@ class Faults:
     # Processes of a pod.
 
     def kill_container_process(
-        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
+        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL
     ) -> int:
         """Signal one process of the user's command: a leaf of the container's process tree, not its first
         process (the launcher), unless that is alone, nor the interpreter that waits for the next attempt.
         Returns its PID. Raises NothingToHit."""
-        found = self.container_processes(pod, container, namespace)
+        found = self.container_processes(pod, container)
         if not found:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
         parents = {_parent(pid) for pid in found}
@@ -64,26 +64,26 @@ class Faults:
         os.kill(target, number)
         return target
 
-    def container_processes(self, pod: str, container: str, namespace: str = "default") -> list[int]:
+    def container_processes(self, pod: str, container: str) -> list[int]:
         """Host PIDs of everything in the container, oldest first."""
-        return sorted(markers.pids(markers.POD, self._place(pod, namespace, container)))
+        return sorted(markers.pids(markers.POD, self._place(pod, container)))
 
     def processes_of(self, node: str, pod_uid: str, container: str) -> list[int]:
         """As `container_processes`, for a pod that the API may know no more, as after a partition."""
         return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
 
-    def kill_container(self, pod: str, container: str, namespace: str = "default") -> None:
+    def kill_container(self, pod: str, container: str) -> None:
         """SIGKILL everything in one container at once. Raises NothingToHit."""
-        if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):
+        if not markers.send(markers.POD, self._place(pod, container), signal.SIGKILL):
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
 
-    def oom_kill_container(self, pod: str, container: str = "trainer", namespace: str = "default") -> None:
+    def oom_kill_container(self, pod: str, container: str = "trainer") -> None:
         """As the kernel does with a container that outgrows its memory limit: everything in it is killed at
         once, and its end has the reason OOMKilled. Raises NothingToHit."""
         mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
         mark.touch()
         try:
-            self.kill_container(pod, container, namespace)
+            self.kill_container(pod, container)
         except NothingToHit:
             mark.unlink()
             raise
@@ -99,21 +99,21 @@ class Faults:
 
     # Pods.
 
-    def evict_pod(self, pod: str, namespace: str = "default") -> None:
+    def evict_pod(self, pod: str) -> None:
         """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
         eviction = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": namespace},
+            "metadata": {"name": pod, "namespace": "default"},
         }
-        self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+        self._cluster.api.request("POST", PODS.path("default", pod, "eviction"), eviction)
 
-    def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
+    def drain_pod(self, pod: str, patience: float = 120.0) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
 
         def evicted() -> bool:
             try:
-                self.evict_pod(pod, namespace)
+                self.evict_pod(pod)
             except RequestFailed as failure:
                 if failure.code != 429:
                     raise
@@ -122,11 +122,11 @@ class Faults:
 
         self._cluster.wait_for(evicted, patience, f"pod {pod} to be evicted")
 
-    def delete_pods(self, labels: str = "", namespace: str = "default", grace: int | None = 0) -> list[str]:
+    def delete_pods(self, labels: str = "", grace: int | None = 0) -> list[str]:
         """Delete the selected pods (by default at once, without grace); their names."""
-        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels, namespace)]
+        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels)]
         for name in names:
-            self._cluster.api.delete(PODS, namespace, name, grace=grace)
+            self._cluster.api.delete(PODS, "default", name, grace=grace)
         return names
 
     def kill_all_pods(self) -> None:
@@ -183,14 +183,12 @@ class Faults:
 
     # Links.
 
-    def cut_links(
-        self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default"
-    ) -> None:
+    def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False) -> None:
         """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
         wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
         cluster was not made `cuttable`."""
-        here = self._pod(pod, namespace)["status"]["podIP"]
-        there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
+        here = self._pod(pod)["status"]["podIP"]
+        there = {self._pod(other)["status"]["podIP"] for other in others}
         self._cut |= {
             frozenset((here, address))
             for address in (there | ({markers.OPERATOR} if operator else set())) - {here}
@@ -269,11 +267,9 @@ class Faults:
 
     # Copies.
 
-    def sealed_slots(
-        self, pod: str, rank: int | None = None, namespace: str = "default"
-    ) -> dict[Path, SlotHeader]:
+    def sealed_slots(self, pod: str, rank: int | None = None) -> dict[Path, SlotHeader]:
         """Sealed slots in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
-        found = self._pod(pod, namespace)
+        found = self._pod(pod)
         memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
         slots: dict[Path, SlotHeader] = {}
         for seal in memory.rglob("*.seal"):
@@ -287,9 +283,9 @@ class Faults:
                 slots[slot] = header
         return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
-    def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
+    def flip_bit(self, pod: str, rank: int) -> list[Path]:
         """Flip a bit of data in every sealed slot of `rank` in the pod; the slots. Raises NothingToHit."""
-        slots = self.sealed_slots(pod, rank, namespace)
+        slots = self.sealed_slots(pod, rank)
         if not slots:
             raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
         for slot, header in slots.items():
@@ -300,11 +296,11 @@ class Faults:
                 file.write(bytes([last ^ 1]))
         return list(slots)
 
-    def _pod(self, name: str, namespace: str) -> Object:
-        return self._cluster.api.get(PODS, namespace, name)
+    def _pod(self, name: str) -> Object:
+        return self._cluster.api.get(PODS, "default", name)
 
-    def _place(self, pod: str, namespace: str, container: str) -> str:
-        found = self._pod(pod, namespace)
+    def _place(self, pod: str, container: str) -> str:
+        found = self._pod(pod)
         return markers.place(
             self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container
         )

@@ -14,9 +14,9 @@ from typing import Any
 from tests.simulation.checker import Checker, Entry, Step
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_cli.api_server import PODS, ApiResource, Changed, Listing, Object
+from tiercheck_cli.api_server import JOBS, PODS, ApiResource, Changed, Listing, Object
 from tiercheck_local.client import Client
-from tiercheck_local.demo.stage import JOBS
+from tiercheck_local.stage import condition_is, find_condition
 
 _SETTLED = 1.0
 """Seconds after which everything that happened by then has been heard of."""
@@ -120,7 +120,7 @@ class Recorder:
                 "step", at, rank=rank, step=line["step"], attempt=attempt, state=bytes.fromhex(line["state"])
             )
         else:
-            self.ended[rank] = line["ended"]
+            self.ended[rank] = line["steps"]
 
     # What the API server says
 
@@ -172,12 +172,12 @@ class Recorder:
             owner = history.owner(base) if base else None
             version = None if owner is None else Version(base, owner)
             self.record("attempt", number=attempt, version=version, heard=())
-        protected = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
+        protected = find_condition(status, "Protected")
         bare = int((status.get("placement") or {}).get("unprotectedWorkers") or 0)
         told = (
             status.get("phase"),
-            protected and protected["status"] == "True",
-            protected and protected["reason"],
+            condition_is(status, "Protected"),
+            protected.get("reason"),
             bare,
         )
         if told != self._told:

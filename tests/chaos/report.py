@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from tests.chaos.campaign import Course, Outcome
-from tests.chaos.stage import FAULTS, POINTS, Injection
+from tests.chaos.stage import POINTS, WEIGHTS, Injection
 
 PAGE, PICTURE = "chaos.md", "chaos"
 _FOUND = "## What it found"
@@ -19,7 +19,7 @@ _KINDS = {
     name: kind
     for kind, names in {
         "trainers: crash, out of memory, container": ("crash", "out of memory", "container"),
-        "pods: evict, delete, every pod": ("evict", "delete", "every pod"),
+        "pods: evict, delete, every pod": ("evict", "force delete", "every pod"),
         "nodes: one, a rack": ("node", "rack"),
         "network: cut, deaf; kubelet": ("cut", "deaf", "kubelet"),
         "sidecars: one, all": ("sidecar", "all sidecars"),
@@ -38,7 +38,7 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
         by_place[place(each.injection)].append(each)
     order = {
         place(Injection(0, name, "", 0, 0)): number
-        for number, name in reversed([*enumerate((*POINTS, *FAULTS))])
+        for number, name in reversed([*enumerate((*POINTS, *WEIGHTS))])
     }
     lines = [
         "| where | strikes | worst pause | steps again | new attempts | well again, worst |",
@@ -143,7 +143,7 @@ def draw(course: Course, folder: Path) -> None:
     from benchmarks.report import LIMIT, MISSED, OURS, plt
 
     names = [
-        name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)
+        name for name in (*POINTS, *WEIGHTS) if any(each.injection.name == name for each in course.strikes)
     ]
     style = {
         "svg.fonttype": "none",

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Fault, Proxy, Seen, proxying
-from tiercheck_local.demo.stage import ObjectStore
+from tiercheck_local.demo.job import ObjectStore
 
 BUCKET = "checkpoints"
 _SLOW = 1.5

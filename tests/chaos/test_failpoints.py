@@ -17,7 +17,7 @@ from tests.chaos import campaign, report
 from tests.chaos.campaign import Outcome
 from tests.chaos.record import LifeChecker, Mark, Said
 from tests.chaos.report import place, table
-from tests.chaos.stage import FAULTS, POINTS, Injection, drawn
+from tests.chaos.stage import POINTS, WEIGHTS, Injection, drawn
 from tiercheck.failpoints import ACTIONS, ENV_FAILPOINTS, STRUCK, Arming, Failpoints, Struck
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_same_seed_draws_the_same_strikes() -> None:
     assert draw(7) == draw(7) != draw(8)
 
 
-@pytest.mark.parametrize("name", [*POINTS, *FAULTS])
+@pytest.mark.parametrize("name", [*POINTS, *WEIGHTS])
 def test_whatever_strikes_has_a_row_in_the_report(name: str) -> None:
     strike = Outcome(Injection(1, name, "", worker=0, skip=0), struck=True, pause=1.5, healed=2.5)
     *_, row = table([strike])

@@ -8,20 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.access import BOTH_SERVERS
-from tests.cluster.jobs import Jobs
+from tests.cluster.jobs import OPERATOR_ENV, Jobs
 from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import ObjectStore, credentials
+from tiercheck_local.demo.job import ObjectStore, credentials
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-
-OPERATOR_ENV = {
-    "TIERCHECK_SETTLE_SECONDS": "0.5",
-    "TIERCHECK_SUSPECT_SECONDS": "8",
-    "TIERCHECK_RETRY_SECONDS": "2",
-    "TIERCHECK_GROW_SECONDS": "1",
-}
 
 
 @pytest.fixture(scope="session", params=BOTH_SERVERS)
@@ -38,12 +31,6 @@ def cluster(
 
 
 @pytest.fixture(scope="session")
-def operator_env() -> dict[str, str]:
-    """What the shared operator is started with."""
-    return dict(OPERATOR_ENV)
-
-
-@pytest.fixture(scope="session")
 def bucket(cluster: LocalCluster) -> Iterator[ObjectStore]:
     """An S3 server with a bucket, and in the cluster the Secret that opens it."""
     with ObjectStore(cluster.logs / "s3.log", "checkpoints") as store:
@@ -54,7 +41,7 @@ def bucket(cluster: LocalCluster) -> Iterator[ObjectStore]:
 @pytest.fixture
 def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Makes jobs, and removes them and repairs the cluster afterwards."""
-    made = Jobs(cluster, tmp_path, OPERATOR_ENV)
+    made = Jobs(cluster, tmp_path)
     yield made
     cluster.faults.mend_links()
     made.clean_up()

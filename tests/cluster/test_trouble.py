@@ -16,20 +16,17 @@ from tiercheck_cli.status.command import screen
 from tiercheck_cli.status.view import status_view
 from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import CREDENTIALS, REGION, ObjectStore
-from tiercheck_local.demo.stage import credentials as demo_credentials
+from tiercheck_local.demo.job import CREDENTIALS, ObjectStore, in_bucket
+from tiercheck_local.demo.job import credentials as demo_credentials
 
 pytestmark = pytest.mark.cluster
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
 
-def s3(endpoint: str, secret: str | None = None, bucket: str = "checkpoints") -> dict[str, Any]:
-    settings = {"bucket": bucket, "region": REGION, "endpoint": endpoint}
-    return {
-        "local": {"sizeLimit": "64Mi"},
-        "remote": {"s3": settings | ({"credentialsSecretName": secret} if secret else {}), "everySteps": 20},
-    }
+def s3(endpoint: str, secret: str) -> dict[str, Any]:
+    settings = {**in_bucket("checkpoints", endpoint, "prod"), "credentialsSecretName": secret}
+    return {"local": {"sizeLimit": "64Mi"}, "remote": {"s3": settings, "everySteps": 20}}
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +87,7 @@ def test_missing_credentials_are_named(jobs: Jobs) -> None:
 
 
 @pytest.mark.extended
-def test_bucket_that_breaks_later_never_stops_training(
-    jobs: Jobs, cluster: LocalCluster, credentials: str, tmp_path: Path
-) -> None:
+def test_bucket_that_breaks_later_never_stops_training(jobs: Jobs, credentials: str, tmp_path: Path) -> None:
     with ObjectStore(tmp_path / "s3.log", "checkpoints") as store:
         job = jobs.start(workers=1, tiers=s3(store.endpoint, credentials))
         job.wait_trained(20, tier="remote")
@@ -131,12 +126,9 @@ def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_o
 
 
 @pytest.mark.extended
-def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(
-    jobs: Jobs, cluster: LocalCluster
-) -> None:
-    job, before = jobs.start_trained(workers=2, env={"SWAP": "1"})
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    job.wait_recovered(before["attempt"])
+def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=2, env={"SWAP": "1"})
+    job.hit("evict")
     assert_same_as_undisturbed(job)
 
 
@@ -164,7 +156,7 @@ def test_crash_loop_shows_the_commands_last_lines_and_its_pod_once(jobs: Jobs) -
         f"ended with exit code 3: CUDA error: out of memory. Its log: kubectl logs -n default {job.name}-0-"
         in message
     )
-    shown = to_plain_text(screen(status_view(job.get(), time.time()), 80), 80)
+    shown = to_plain_text(screen(status_view(job.get_job(), time.time()), 80), 80)
     assert shown.count("CUDA error") == 1
     assert shown.count("not configured") == 2
 
@@ -174,4 +166,4 @@ def test_image_that_is_not_there_is_the_reason_at_once(jobs: Jobs) -> None:
     manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "registry/no-such-image:1"
     job = jobs.apply(manifest)
     assert "container trainer: ErrImagePull" in job.wait_condition("Placed", "False", "ImagePull")["message"]
-    assert job.get()["status"]["reason"] == "ImagePull"
+    assert job.get_job()["status"]["reason"] == "ImagePull"

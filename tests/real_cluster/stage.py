@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import yaml
 from testbed.cluster import Testbed
 from testbed.network import CORE, REGISTRY_NAME, push_archive
-from testbed.processes import run, wait_for
+from testbed.processes import wait_for
 
 from tests.images.building import TARGETS
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY, Cluster
@@ -64,10 +63,6 @@ class Stage:
             f"--from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY}",
             f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
         )  # fmt: skip
-
-    def apply(self, manifest: dict[str, Any], namespace: str = TRAINING) -> None:
-        command = ["kubectl", f"--kubeconfig={self.testbed.kubeconfig}", "-n", namespace, "apply", "-f", "-"]
-        run(command, text=yaml.safe_dump(manifest))
 
     def bucket(self) -> Any:
         """A client of the real S3 server."""

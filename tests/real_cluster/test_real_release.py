@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from losses import LossReader
 from play import Play, Report
 from stage import SYSTEM, TRAINING, Stage, job, wait_until_gone
-from training import Training
+from training import LossReader, Training
 
 _DEFINITIONS = "tiercheckjobs.tiercheck.io", "tiercheckpolicies.tiercheck.io"
 

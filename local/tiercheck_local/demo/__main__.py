@@ -18,21 +18,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.job import FAILURES, NAME, WORKERS, ObjectStore, credentials, job
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
 from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
-from tiercheck_local.demo.scenario import Live, Story, StoryFailed
-from tiercheck_local.demo.stage import (
-    FAILURES,
-    NAME,
-    NAMESPACE,
-    WORKERS,
-    LaptopStage,
-    ObjectStore,
-    credentials,
-    job,
-)
+from tiercheck_local.demo.scenario import Live, Story
 from tiercheck_local.demo.training_log import ReferenceFailed, TrainingLog, compare, run_uninterrupted
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.running import GaveUp
+from tiercheck_local.stage import LaptopStage
 
 ROOT = Path(__file__).resolve().parents[3]
 BUCKET = "demo-checkpoints"
@@ -61,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130
-    except (StoryFailed, ReferenceFailed) as error:
+    except (GaveUp, ReferenceFailed) as error:
         console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
         console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
         return 1
@@ -79,7 +72,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     ):
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
-        stage = LaptopStage(cluster, NAMESPACE, NAME)
+        stage = LaptopStage(cluster, NAME)
         log = TrainingLog(cluster.logs, f"{NAME}-0-*/trainer.log")
         cluster.apply(credentials())
         cluster.apply(job(command, store.endpoint, store.bucket))

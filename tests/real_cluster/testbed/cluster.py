@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from testbed import cgroups, control_plane, network
 from testbed.node import Node
@@ -96,6 +98,11 @@ class Testbed:
 
     def kubectl(self, *words: str, check: bool = True) -> str:
         return run(self.inside(["kubectl", f"--kubeconfig={self.kubeconfig}", *words]), check=check)
+
+    def apply(self, manifest: dict[str, Any], namespace: str) -> None:
+        """Raises RuntimeError with what kubectl said."""
+        command = ["kubectl", f"--kubeconfig={self.kubeconfig}", "-n", namespace, "apply", "-f", "-"]
+        run(command, text=json.dumps(manifest))
 
     def down(self) -> None:
         """Ends everything by its pid and removes what it left; a second call does no harm."""
