@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ import yaml
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
-from tiercheck_cli.api_server import CRDS, NODES, PODS, Object, RequestFailed
+from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
@@ -88,14 +87,11 @@ class Faults:
             mark.unlink()
             raise
 
-    def hold_starts(self, container: str) -> None:
-        """From now on containers of that name run without their process until `let_start`: a busy node on
-        which it takes long to listen."""
-        (self._cluster.directory / f"{HOLD}{container}").touch()
-
-    def let_start(self, container: str) -> None:
-        """End of `hold_starts`, if it has begun."""
-        (self._cluster.directory / f"{HOLD}{container}").unlink(missing_ok=True)
+    def hold_starts(self, container: str, held: bool = True) -> None:
+        """While held, containers of that name run without their process: a busy node on which it takes long
+        to listen."""
+        mark = self._cluster.directory / f"{HOLD}{container}"
+        mark.touch() if held else mark.unlink(missing_ok=True)
 
     # Pods.
 
@@ -139,20 +135,16 @@ class Faults:
 
     # Nodes.
 
-    def kill_node(self, name: str) -> None:
-        """Power loss: agent and every process of the node die at once, its memory is gone, unreported."""
-        self.kill_nodes([name])
-
-    def kill_rack(self, value: str, label: str = RACK) -> list[str]:
-        """As `kill_node`, for all nodes with this label value at once; their names. Raises NothingToHit."""
-        names = self.nodes_with(label, value)
+    def kill_rack(self, rack: str) -> list[str]:
+        """As `kill_node`, for all nodes of the rack at once; their names. Raises NothingToHit."""
+        names = [name for name, node in self._cluster.nodes.items() if node.labels.get(RACK) == rack]
         if not names:
-            raise NothingToHit(f"no node has {label}={value}")
-        self.kill_nodes(names)
+            raise NothingToHit(f"no node has {RACK}={rack}")
+        self.kill_node(*names)
         return names
 
-    def kill_nodes(self, names: Iterable[str]) -> None:
-        names = list(names)
+    def kill_node(self, *names: str) -> None:
+        """Power loss: agent and every process of each die at once, its memory is gone, unreported."""
         for name in names:
             self._cluster.agent(name).kill()
         for name in names:
@@ -213,9 +205,6 @@ class Faults:
     def untaint_node(self, name: str) -> None:
         """Take all taints away."""
         self._cluster.api.patch(NODES, None, name, {"spec": {"taints": None}})
-
-    def nodes_with(self, label: str, value: str) -> list[str]:
-        return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
 
     # The operator.
 
@@ -344,37 +333,20 @@ class LocalCluster(RunningCluster):
         """Apply every document of a YAML file."""
         return [self.apply(document) for document in yaml.safe_load_all(path.read_text()) if document]
 
-    def apply_crds(self, paths: Path | Iterable[Path]) -> None:
-        """Apply the definitions in these files or folders and wait until the server serves them."""
-        given = [paths] if isinstance(paths, Path) else list(paths)
-        files = [
-            file for path in given for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])
-        ]
-        for file in files:
+    def apply_crds(self, folder: Path) -> None:
+        """Apply the definitions in this folder and wait until the server serves them."""
+        for file in sorted(folder.glob("*.yaml")):
             for definition in self.apply_file(file):
                 self._await_served(definition)
 
     def _await_served(self, definition: Object) -> None:
-        name = definition["metadata"]["name"]
+        name, spec = definition["metadata"]["name"], definition["spec"]
+        versions = [version["name"] for version in spec["versions"] if version["served"]]
+        paths = [f"/apis/{spec['group']}/{version}/{spec['names']['plural']}" for version in versions]
+        self.wait_for(lambda: all(map(self.answers, paths)), PATIENCE, f"{name} to be served")
 
-        def established() -> bool:
-            found = self.api.get(CRDS, None, name)
-            conditions = (found.get("status") or {}).get("conditions") or []
-            return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
-
-        def served() -> bool:
-            spec = definition["spec"]
-            paths = [
-                f"/apis/{spec['group']}/{v['name']}/{spec['names']['plural']}"
-                for v in spec["versions"]
-                if v["served"]
-            ]
-            return all(self._answers(path) for path in paths)
-
-        self.wait_for(established, PATIENCE, f"{name} to be established")
-        self.wait_for(served, PATIENCE, f"{name} to be served")
-
-    def _answers(self, path: str) -> bool:
+    def answers(self, path: str) -> bool:
+        """Whether the server knows that path, or object, already, or still."""
         try:
             self.api.request("GET", path)
         except RequestFailed as failure:
@@ -382,8 +354,3 @@ class LocalCluster(RunningCluster):
                 return False
             raise
         return True
-
-
-def temporary_directory() -> Path:
-    """A folder for a cluster that nobody named one for."""
-    return Path(tempfile.mkdtemp(prefix="tiercheck-cluster-"))

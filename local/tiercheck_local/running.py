@@ -134,7 +134,7 @@ class RunningCluster:
             self.start_controllers()
             for name in self.nodes:
                 self.start_agent(name)
-            self.wait_for(self._all_ready, PATIENCE, "all nodes to be Ready")
+            self.wait_for(self.all_ready, PATIENCE, "all nodes to be Ready")
         except BaseException:
             self.stop()
             raise
@@ -242,7 +242,8 @@ class RunningCluster:
             lines += tail
         return "\n".join(lines)
 
-    def _all_ready(self) -> bool:
+    def all_ready(self) -> bool:
+        """Whether every node is Ready, and pods may go there."""
         mine = [node for node in self.api.list(NODES) if node["metadata"]["name"] in self.nodes]
         # A new node carries a taint until the life-cycle controller has seen it alive.
         return len(mine) == len(self.nodes) and all(

@@ -223,12 +223,12 @@ class LaptopStage(JobStage):
             case "delete" | "force delete":
                 api.delete(PODS, NAMESPACE, pod, grace=0 if fault == "force delete" else None)
             case "node":
-                self._lose([node := self.node_of(worker)])
+                faults.kill_node(node := self.node_of(worker))
+                self._undo.append(partial(faults.revive_node, node))
                 hit = f"node {node} with worker {worker}"
             case "rack":
-                rack = self.rack_of(worker)
-                nodes = faults.nodes_with(RACK, rack)
-                self._lose(nodes)
+                nodes = faults.kill_rack(rack := self.rack_of(worker))
+                self._undo += [partial(faults.revive_node, node) for node in nodes]
                 hit = f"rack {rack}: nodes {', '.join(nodes)}"
             case "every pod" | "delete every pod":
                 if fault == "every pod":
@@ -254,10 +254,6 @@ class LaptopStage(JobStage):
             case _:
                 raise ValueError(f"no fault of this stage is called {fault}")
         return hit
-
-    def _lose(self, nodes: list[str]) -> None:
-        self.cluster.faults.kill_nodes(nodes)
-        self._undo += [partial(self.cluster.faults.revive_node, node) for node in reversed(nodes)]
 
     def undo(self) -> None:
         """Ends all that does not end by itself."""

@@ -9,7 +9,6 @@ import pytest
 
 from tests.access import BOTH_SERVERS
 from tests.cluster.jobs import OPERATOR_ENV, Jobs
-from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import ObjectStore, credentials
 from tiercheck_local.nodespec import NodeSpec
@@ -50,12 +49,4 @@ def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
             cluster.faults.revive_node(name)
         else:
             cluster.faults.heal_node(name)
-    cluster.wait_for(lambda: _all_ready(cluster), 60, "all nodes to be Ready again")
-
-
-def _all_ready(cluster: LocalCluster) -> bool:
-    return all(
-        any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"])
-        and not node["spec"].get("taints")
-        for node in cluster.api.list(NODES)
-    )
+    cluster.wait_for(cluster.all_ready, 60, "all nodes to be Ready again")

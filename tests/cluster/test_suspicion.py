@@ -238,7 +238,7 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
         cluster.wait_for(lambda: time.monotonic() > passed, 60, "that limit to pass twice")
         assert job.uids()[1] == new
     finally:
-        cluster.faults.let_start(names.SIDECAR_CONTAINER)
+        cluster.faults.hold_starts(names.SIDECAR_CONTAINER, held=False)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["cause"] == "PodEvicted"
     assert job.uids()[1] == new, "one replacement, and it was given its time"

@@ -18,7 +18,7 @@ from testbed.cluster import Testbed
 from testbed.node import Node
 
 from tiercheck.protocol import names
-from tiercheck_local.demo.training_log import Digest, Step, parse
+from tiercheck_local.demo.record import Digest, Step, parse
 from tiercheck_local.stage import JobStage, condition_is, find_condition, tier_step
 from tiercheck_operator.model.status import parse_time
 

@@ -19,10 +19,16 @@ from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import FAILURES, NAME, WORKERS, ObjectStore, credentials, job
+from tiercheck_local.demo.record import (
+    RunRecord,
+    TrainingLog,
+    add_resumes,
+    compare,
+    run_uninterrupted,
+    with_resumes,
+)
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
-from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
 from tiercheck_local.demo.scenario import Live, Story
-from tiercheck_local.demo.training_log import ReferenceFailed, TrainingLog, compare, run_uninterrupted
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.running import GaveUp
 from tiercheck_local.stage import LaptopStage
@@ -54,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130
-    except (GaveUp, ReferenceFailed) as error:
+    except GaveUp as error:
         console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
         console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
         return 1
@@ -86,8 +92,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
 
 
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
-    workers = WORKERS
-    story = Story(stage, log, workers, live)
+    story = Story(stage, log, WORKERS, live)
     faults = []
     for number, failure in enumerate(FAILURES):
         fault = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
@@ -101,7 +106,7 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
     faults = with_resumes(faults, story.ended)
     live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
     reference, digest = run_uninterrupted(
-        command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
+        command, WORKERS, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
     return RunRecord(
         machine=(

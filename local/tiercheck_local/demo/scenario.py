@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiercheck_local.demo.job import Failure
-from tiercheck_local.demo.result import FaultRecord, count_tiers, rank_source
-from tiercheck_local.demo.training_log import TrainingLog
+from tiercheck_local.demo.record import FaultRecord, TrainingLog, count_tiers, rank_source
 from tiercheck_local.running import GaveUp
 from tiercheck_local.stage import FAULTS, LaptopStage, condition_is, in_words, tier_step
 from tiercheck_operator.model.status import parse_time

@@ -88,7 +88,6 @@ def test_pod_still_bound_to_a_revived_node_starts_again_with_empty_memory(bench:
     assert "old" not in bench.log(name)
     bench.wait("its count", lambda: bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 1)
     usable(bench, "node-2")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) -> None:
@@ -106,10 +105,9 @@ def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) 
     status = bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
     assert not status["started"]
     assert bench.log(name, "sidecar") == ""
-    bench.faults.let_start("sidecar")
+    bench.faults.hold_starts("sidecar", held=False)
     bench.ready(name)
     assert _sidecar(bench, name, "running")["started"]
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Bench) -> None:
@@ -126,7 +124,6 @@ def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Ben
                 f"back-off 500ms restarting failed container=sidecar pod={name}_default("
             )
         bench.wait("its next life", lambda n=restarts: (_sidecar(bench, name) or {}).get("restartCount") == n)
-    bench.faults.delete_pods(f"test={name}")
 
 
 def _sidecar(bench: Bench, name: str, state: str = "") -> dict[str, Any] | None:
@@ -171,7 +168,6 @@ def test_pods_are_ready_again_when_their_node_is_heard_again(bench: Bench) -> No
     bench.ready(name)
     usable(bench, "node-1")
     assert bench.log(name).count("up") == 1
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_forced_deletion_kills_at_once(bench: Bench) -> None:
@@ -206,7 +202,6 @@ def test_killed_training_process_leaves_its_launcher_alone(bench: Bench) -> None
     bench.logged(name, "ended with 137")
     assert launcher in bench.faults.container_processes(name, "main")
     assert bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 0
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_killed_for_memory_says_so_and_starts_again(bench: Bench) -> None:
@@ -227,7 +222,6 @@ def test_container_killed_for_memory_says_so_and_starts_again(bench: Bench) -> N
             == "Error"
         ),
     )
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_fault_without_target_says_so(bench: Bench) -> None:
@@ -252,7 +246,6 @@ def test_flipped_bit_changes_one_bit_of_the_data_and_nothing_else(bench: Bench) 
     changed = [(a, b) for a, b in zip(before, slot.read_bytes(), strict=True) if a != b]
     assert [(a ^ b).bit_count() for a, b in changed] == [1]
     assert other.read_bytes() == untouched
-    bench.faults.delete_pods(f"test={name}")
 
 
 def _sealed_slot(folder: Path, rank: int) -> Path:

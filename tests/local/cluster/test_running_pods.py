@@ -71,7 +71,6 @@ def test_main_container_waits_for_the_sidecars_startup_probe(bench: Bench) -> No
     memory = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
     (memory / "memory" / "go").touch()
     bench.ready(name)
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> None:
@@ -83,7 +82,6 @@ def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> 
     )
     last = bench.pod(always)["status"]["containerStatuses"][0]["lastState"]
     assert last["terminated"]["exitCode"] == 3
-    bench.faults.delete_pods(f"test={always}")
 
 
 def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
@@ -92,7 +90,6 @@ def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
     bench.wait(
         "the second life", lambda: _restarts(bench, name) == 1 and "running" in _state(bench, name, "main")
     )
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_sidecar_ends_after_the_main_container_on_deletion(bench: Bench, tmp_path: Path) -> None:
@@ -145,14 +142,12 @@ def test_pod_is_ready_when_its_probe_says_so(bench: Bench) -> None:
     bench.ready(name)
     file.unlink()
     bench.wait("unready", lambda: condition(bench.pod(name), "Ready") == "False")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_that_fails_its_liveness_probe_is_restarted(bench: Bench) -> None:
     probe = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
     name = bench.run(PodBuilder().runs("exec sleep 60", livenessProbe=probe).policy("Always"))
     bench.wait("a restart", lambda: _restarts(bench, name) >= 1)
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_missing_image_and_missing_command_are_said(bench: Bench) -> None:
@@ -162,7 +157,6 @@ def test_missing_image_and_missing_command_are_said(bench: Bench) -> None:
     ended = bench.phase(program, "Failed")["status"]["containerStatuses"][0]["state"]["terminated"]
     assert (ended["exitCode"], ended["reason"]) == (128, "StartError")
     assert "no-such-program" in ended["message"]
-    bench.faults.delete_pods(f"test={image}")
 
 
 def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -> None:
@@ -174,7 +168,6 @@ def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -
     late = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late"}, "stringData": {"k": "here"}}
     bench.cluster.apply(late)
     bench.logged(name, "here")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_pods_on_one_node_have_addresses_of_their_own(bench: Bench) -> None:
@@ -182,8 +175,6 @@ def test_pods_on_one_node_have_addresses_of_their_own(bench: Bench) -> None:
     pods = [bench.ready(name) for name in names]
     assert len({pod["status"]["podIP"] for pod in pods}) == 2
     assert {pod["status"]["hostIP"] for pod in pods} == {pods[0]["status"]["podIP"].rsplit(".", 1)[0] + ".1"}
-    for name in names:
-        bench.faults.delete_pods(f"test={name}")
 
 
 def test_status_keeps_conditions_of_others(bench: Bench) -> None:
@@ -285,8 +276,6 @@ def test_cordoned_node_gets_no_pods(bench: Bench) -> None:
     names = [bench.run(builder) for builder in builders]
     assert {bench.ready(name)["spec"]["nodeName"] for name in names} == {"node-1", "node-2"}
     bench.faults.cordon_node("node-0", cordoned=False)
-    for name in names:
-        bench.faults.delete_pods(f"test={name}")
 
 
 def test_workers_of_a_job_spread_over_nodes(bench: Bench) -> None:
@@ -295,7 +284,6 @@ def test_workers_of_a_job_spread_over_nodes(bench: Bench) -> None:
         builder.manifest["metadata"]["labels"]["tiercheck.io/job"] = "spread"
         bench.run(builder)
     assert len({bench.ready(builder.name)["spec"]["nodeName"] for builder in builders}) == 3
-    bench.faults.delete_pods("tiercheck.io/job=spread")
 
 
 def test_pods_of_a_deleted_node_are_removed(bench: Bench) -> None:

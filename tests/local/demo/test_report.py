@@ -16,6 +16,18 @@ import pytest
 from rich.console import Console
 
 from tiercheck_cli.terminal import short
+from tiercheck_local.demo.record import (
+    Digest,
+    FaultRecord,
+    RunRecord,
+    RunVerdict,
+    Step,
+    TrainingLog,
+    add_resumes,
+    compare,
+    parse,
+    with_resumes,
+)
 from tiercheck_local.demo.report import (
     HEADINGS,
     count_ranks,
@@ -25,8 +37,6 @@ from tiercheck_local.demo.report import (
     verdict_line,
     write_report,
 )
-from tiercheck_local.demo.result import FaultRecord, RunRecord, add_resumes, with_resumes
-from tiercheck_local.demo.training_log import Digest, RunVerdict, Step, TrainingLog, compare, parse
 
 _FAULTS = [
     # name, what, target, at step, lost, detect, restore, start, tiers, sources
