@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from tests.chaos import store as object_store
 from tests.chaos.record import Recorder
-from tests.chaos.store import BUCKET, Store
 from tests.cluster.jobs import OPERATOR_ENV as LAPTOPS_ENV
-from tests.cluster.jobs import TRAINER
+from tests.cluster.jobs import TRAINER, page
+from tests.sidecar.remote.s3 import faulty_proxy
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Proxy, Seen, proxying
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
-from tiercheck_local.demo.job import credentials, in_bucket, job_manifest
+from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket, job_manifest
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.stage import FAULTS, Fault, LaptopStage, condition_is, tier_step
 
@@ -40,6 +41,67 @@ OPERATOR_ENV = {
 _LOOK_EVERY = 0.1
 _PROBE_EVERY, _PROBES = 10.0, 6
 """Seconds, and failures in a row: the chart's liveness probe."""
+
+
+BUCKET = "checkpoints"
+_SLOW = 1.5
+_KEY = re.compile(rb"<Key>([^<]+)</Key>")
+
+
+class Store:
+    """An S3 server that can have a bad time, and tells the history what it stored and what it deleted.
+
+    `mood`: "", "store down", "store trouble" or "store slow"."""
+
+    def __init__(self, proxy: Proxy, record: Callable[..., None], seed: int) -> None:
+        self.mood = ""
+        self._record, self._rng = record, random.Random(f"store {seed}")
+        self.endpoint = proxy.url
+        proxy.rule, proxy.answered = self._rule, self._answered
+        self._proxy = proxy
+
+    def _rule(self, seen: Seen) -> faulty_proxy.Fault | None:
+        if self.mood == "store down":
+            return BUSY
+        if self.mood == "store trouble" and self._rng.random() < 0.4:
+            return BUSY if self._rng.random() < 0.7 else CUT
+        if self.mood == "store slow":
+            time.sleep(_SLOW * self._rng.random())
+        return None
+
+    def _answered(self, seen: Seen, body: bytes, status: int) -> None:
+        self._proxy.seen.clear()
+        if status >= 300:
+            return
+        path, query = urlsplit(seen.path).path, urlsplit(seen.path).query
+        if seen.method == "PUT" and not query:
+            body = _decoded(seen, body)
+            key = _within_job(path)
+            self._record("put", key=key, bytes=len(body), body=body if key.startswith("manifests/") else None)
+        elif seen.method == "DELETE" and "uploadId" not in query:
+            self._record("removed", key=_within_job(path))
+        elif seen.method == "POST" and query.startswith("delete"):
+            for key in _KEY.findall(body):
+                self._record("removed", key=_within_job(f"/{BUCKET}/{key.decode()}"))
+
+
+def _within_job(path: str) -> str:
+    """/bucket/prefix/namespace/job/REST"""
+    return "/".join(unquote(path).split("/")[5:])
+
+
+def _decoded(seen: Seen, body: bytes) -> bytes:
+    """What is stored of a body that came in signed pieces."""
+    if "x-amz-decoded-content-length" not in seen.headers:
+        return body
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size.split(b";")[0], 16)
+        if not length:
+            break
+        whole, body = whole + rest[:length], rest[length + 2 :]
+    return whole
 
 
 class StruckStage(LaptopStage):
@@ -106,21 +168,11 @@ class StruckStage(LaptopStage):
             self.cluster.start_operator(OPERATOR_ENV, OPERATOR)
             self._ill, self._probe_at = 0, time.monotonic() + _PROBE_EVERY
         elif time.monotonic() >= self._probe_at:
-            self._ill = 0 if self._operator_is_well() else self._ill + 1
+            self._ill = 0 if page(self.cluster.metrics_address, "/healthz") else self._ill + 1
             self._probe_at = time.monotonic() + _PROBE_EVERY
             if self._ill >= _PROBES:
                 operator.kill()
                 operator.wait()
-
-    def _operator_is_well(self) -> bool:
-        connection = http.client.HTTPConnection(self.cluster.metrics_address, timeout=5)
-        try:
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
 
     # Failpoints
 
@@ -213,7 +265,9 @@ def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Struc
     ) as cluster:
         recorder = Recorder(cluster.kubeconfig, cluster.logs, JOB)
         try:
-            with object_store.serving(cluster.logs / "s3.log", recorder.record, seed) as store:
+            log = cluster.logs / "s3.log"
+            with ObjectStore(log, BUCKET) as server, proxying(server.endpoint) as proxy:
+                store = Store(proxy, recorder.record, seed)
                 recorder.record("begins", workers=workers, copies=1, keep=3, prove=0)
                 cluster.apply_crds(ROOT / "crds")
                 cluster.apply(credentials())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import subprocess
@@ -228,6 +229,15 @@ class Jobs:
             self.cluster.wait_for(lambda job=job: not job.belongings(), PATIENCE, f"{job.name} to be gone")
 
 
+def page(address: str, path: str) -> str:
+    """Empty if nobody answers there, or not with 200."""
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return ""
+
+
 @dataclass(frozen=True)
 class Replica:
     name: str
@@ -235,12 +245,7 @@ class Replica:
     address: str
 
     def page(self, path: str) -> str:
-        """Empty if it does not answer, or not with 200."""
-        try:
-            with urllib.request.urlopen(f"http://{self.address}{path}", timeout=5) as answer:
-                return str(answer.read().decode())
-        except (urllib.error.URLError, OSError):
-            return ""
+        return page(self.address, path)
 
     @property
     def leads(self) -> bool:

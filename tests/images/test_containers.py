@@ -16,10 +16,10 @@ import pytest
 
 from tests.access import Access, load
 from tests.chart.releases import NAMESPACE, of_kind, only
-from tests.cluster.jobs import Jobs
+from tests.cluster.jobs import Jobs, page
 from tests.images.building import BASE, CACHE, ROOT, Store, image_name, write_archives
 from tests.images.container import Container
-from tests.images.pods import Image, Pod, StartPod, Worker, answers, in_cluster
+from tests.images.pods import Image, Pod, StartPod, Worker, in_cluster
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
@@ -182,7 +182,7 @@ def test_operator_brings_a_job_to_its_end_and_helm_test_passes(
     with in_cluster(load(cluster.kubeconfig), account, NAMESPACE) as variables:
         pod = start_pod(operators_pod(), variables=variables, account=account)
         operator = pod.start("operator")
-        operator.wait_for(lambda: answers(f"{pod.ip}:8080", "/readyz"), "readiness")
+        operator.wait_for(lambda: page(f"{pod.ip}:8080", "/readyz"), "readiness")
         job = Jobs(cluster, tmp_path).start(workers=2, steps=20)
         job.wait_condition("Completed")
         assert len(job.last_words()) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import urllib3
 import yaml
 
 from tests.access import load
+from tiercheck_local.running import wait_for
 
 DEADLINE = 30.0
 """Seconds after which something that must happen is given up."""
@@ -142,12 +142,7 @@ def define(api: Api, file: Path) -> None:
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
     """Returns the first true answer of `condition`; fails after DEADLINE seconds."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        if answer := condition():
-            return answer
-        time.sleep(0.05)
-    pytest.fail(f"still not so after {DEADLINE:.0f} s: {what}")
+    return wait_for(condition, DEADLINE, what)
 
 
 def _metadata(name: str, labels: dict[str, str] | None) -> dict[str, Any]:
