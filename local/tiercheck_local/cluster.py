@@ -104,7 +104,7 @@ class Faults:
         }
         self._cluster.api.request("POST", PODS.path("default", pod, "eviction"), eviction)
 
-    def drain_pod(self, pod: str, patience: float = 120.0) -> None:
+    def drain_pod(self, pod: str) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
 
         def evicted() -> bool:
@@ -116,7 +116,7 @@ class Faults:
                 return False
             return True
 
-        self._cluster.wait_for(evicted, patience, f"pod {pod} to be evicted")
+        self._cluster.wait_for(evicted, 120.0, f"pod {pod} to be evicted")
 
     def delete_pods(self, labels: str = "", grace: int | None = 0) -> list[str]:
         """Delete the selected pods (by default at once, without grace); their names."""
@@ -198,13 +198,10 @@ class Faults:
             raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
         markers.write_cuts(self._cluster.cuts, self._cut)
 
-    def taint_node(self, name: str, key: str, effect: str = "NoSchedule") -> None:
-        """As an autoscaler announces the end of a node."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": [{"key": key, "effect": effect}]}})
-
-    def untaint_node(self, name: str) -> None:
-        """Take all taints away."""
-        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": None}})
+    def taint_node(self, name: str, *keys: str) -> None:
+        """As an autoscaler announces the end of a node; without a key all taints go."""
+        taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
+        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": taints or None}})
 
     # The operator.
 

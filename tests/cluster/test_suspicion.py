@@ -156,7 +156,7 @@ def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster:
         assert recovery["lostSteps"] <= 2
         assert job.on_node(node) == []
     finally:
-        cluster.faults.untaint_node(node)
+        cluster.faults.taint_node(node)
     assert_same_as_undisturbed(job)
 
 

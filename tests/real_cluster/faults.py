@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed import control_plane
-from testbed.cgroups import is_unified
 from testbed.cluster import Testbed
-from testbed.node import Node
+from testbed.node import Node, is_unified
 from testbed.processes import wait_for
 
 from tiercheck.protocol import names

@@ -138,11 +138,11 @@ class Play:
         training.wait_for_step(went + 5)
         training.wait_until_protected()
         row = Row(
-            fault=fault, told=", ".join(heard) or "–", tiers="", again=None, lost_told=None, detect=None,
-            ours=None,
-            next_step=None, replaced=len(set(self._pods().values()) - set(pods.values())),
+            fault,
+            ", ".join(heard) or "–",
+            replaced=len(set(self._pods().values()) - set(pods.values())),
             pause=gap_around(training.steps, began),
-        )  # fmt: skip
+        )
         self.report.add(row)
         assert training.attempt == before, (
             f"a healthy training was stopped: {training.status.get('lastRecovery')}"
@@ -201,16 +201,16 @@ class Row:
     fault: str
     told: str
     """Causes, in the order of the Events; or the condition, where training went on."""
-    tiers: str
-    again: int | None
+    tiers: str = ""
+    again: int | None = None
     """Steps that the trainers' log shows twice."""
-    lost_told: int | None
-    detect: float | None
-    ours: float | None
+    lost_told: int | None = None
+    detect: float | None = None
+    ours: float | None = None
     """From the fault to the release of the trainers, without Python's and torch's start."""
-    next_step: float | None
-    replaced: int
-    pause: float | None
+    next_step: float | None = None
+    replaced: int = 0
+    pause: float | None = None
     """The longest time between two steps."""
     bound: float | None = None
     """Seconds that `ours` may take on an idle cluster."""

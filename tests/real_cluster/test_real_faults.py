@@ -277,9 +277,8 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
     play.report.add(
         Row(
             fault=f"suspend ({ended:.0f} s until all pods were gone), resume", told="Suspended, Resumed",
-            tiers="4 remote", again=again,
-            lost_told=training.status["lastRecovery"].get("lostSteps"), detect=None, ours=ended,
-            next_step=first.time - began - ended, replaced=4, pause=None, bound=30,
+            tiers="4 remote", again=again, lost_told=training.status["lastRecovery"].get("lostSteps"),
+            ours=ended, next_step=first.time - began - ended, replaced=4, bound=30,
         )
     )  # fmt: skip
     assert again <= owed + 1, "nothing but what was not in the last snapshot is made again"

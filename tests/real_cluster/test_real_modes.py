@@ -1,4 +1,4 @@
-"""Spares, node memory, attached pods and the orderly end work on the real cluster."""
+"""Spares, node memory, attached pods, the orderly end and the release work on the real cluster."""
 
 from __future__ import annotations
 
@@ -130,13 +130,8 @@ def test_completed_job_leaves_its_last_step_in_the_bucket_and_ends_within_second
     seconds = time.time() - ended
     assert training.status["tiers"]["remote"]["step"] == 60
     assert training.status["progress"]["step"] == 60
-    report.add(
-        Row(
-            fault="completion, with a remote tier", told="Completed", tiers="", again=0, lost_told=0,
-            detect=None, ours=seconds,
-            next_step=None, replaced=0, pause=None, bound=20,
-        )
-    )  # fmt: skip
+    row = Row("completion, with a remote tier", "Completed", again=0, lost_told=0, ours=seconds, bound=20)
+    report.add(row)
 
 
 def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossReader, report: Report) -> None:
@@ -171,3 +166,40 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
 
 def _has_ended(pod: dict[str, Any]) -> bool:
     return pod["status"]["phase"] in ("Succeeded", "Failed")
+
+
+# The release goes and comes back while a job trains, and at the end nothing is left of it: in no other file
+# may a test come later.
+
+_DEFINITIONS = "tiercheckjobs.tiercheck.io", "tiercheckpolicies.tiercheck.io"
+
+
+def test_uninstalled_release_leaves_jobs_training_and_nothing_of_its_own(
+    stage: Stage, losses: LossReader, report: Report
+) -> None:
+    training = Training(stage.testbed, losses, TRAINING, "orphan")
+    training.apply(job("orphan", workers=2))
+
+    def uninstall() -> None:
+        stage.helm.uninstall("tiercheck")
+        wait_until_gone(stage.testbed, SYSTEM, "pods")
+        kinds = "leases.coordination.k8s.io,secrets,configmaps,services"
+        left = stage.testbed.kubectl("-n", SYSTEM, "get", kinds, "-o", "name").split()
+        assert not [name for name in left if "tiercheck" in name], left
+        at = training.step
+        training.wait_for_step(at + 10)
+        stage.install()
+
+    Play(training, report).leave_alone("helm uninstall (definitions are kept), then install", uninstall)
+    stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "orphan")
+    training.stop_watching()
+    wait_until_gone(stage.testbed, TRAINING, "pods,tcj")
+
+
+def test_definitions_go_when_they_are_deleted(stage: Stage) -> None:
+    stage.helm.uninstall("tiercheck")
+    stage.testbed.kubectl("delete", "crd", *_DEFINITIONS)
+    left = stage.testbed.kubectl(
+        "get", "crd,clusterroles,clusterrolebindings,validatingwebhookconfigurations", "-o", "name"
+    )
+    assert "tiercheck" not in left

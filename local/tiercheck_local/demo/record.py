@@ -113,10 +113,6 @@ class RunVerdict:
 
     equal: bool
     sentence: str
-    first_difference: int | None = None
-    """The first step whose loss differs."""
-    trained_again: int = 0
-    """Steps printed more than once: the price of the failures."""
 
 
 def compare(
@@ -125,7 +121,6 @@ def compare(
     """The verdict on `run`. Missing evidence is never equality."""
     expected = {step.step: step.loss_hex for step in reference}
     seen = {step.step for step in run}
-    trained_again = len(run) - len(seen)
     if not expected or wanted is None:
         return RunVerdict(False, "the uninterrupted run did not finish, so there is nothing to compare with")
     missing = sorted(set(expected) - seen)
@@ -139,25 +134,19 @@ def compare(
                 False,
                 f"the loss of step {step.step} (attempt {step.attempt}) is {step.loss_hex}, "
                 f"the uninterrupted run had {expected.get(step.step)}",
-                first_difference=step.step,
-                trained_again=trained_again,
             )
     if run_digest is None:
-        return RunVerdict(
-            False, "the run printed no digest of its final parameters", trained_again=trained_again
-        )
+        return RunVerdict(False, "the run printed no digest of its final parameters")
     if run_digest != wanted:
         return RunVerdict(
             False,
             f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not "
             f"{wanted.value[:16]}",
-            trained_again=trained_again,
         )
     return RunVerdict(
         True,
         f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an "
         "uninterrupted run",
-        trained_again=trained_again,
     )
 
 

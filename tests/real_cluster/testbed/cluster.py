@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from testbed import cgroups, control_plane, network
-from testbed.node import Node
+from testbed import control_plane, network
+from testbed.node import Node, remove_cgroups
 from testbed.processes import Processes, run, wait_for
 
 FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
@@ -110,6 +110,6 @@ class Testbed:
             node.kill_userland()
         for name in self.processes.names():
             self.processes.kill(name)
-        cgroups.remove_all()
+        remove_cgroups()
         subprocess.run(["umount", "-R", "-q", str(self.folder)], check=False, capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)
