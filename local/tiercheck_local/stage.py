@@ -125,6 +125,11 @@ class JobStage(ABC):
     def pod_of(self, worker: int) -> str:
         return str(self.pod(worker)["metadata"]["name"])
 
+    def sidecar(self, worker: int = 1) -> Mapping[str, Any]:
+        """What the kubelet says of the worker's sidecar; empty: nothing yet."""
+        statuses = (self.pod(worker).get("status") or {}).get("initContainerStatuses") or ()
+        return next((each for each in statuses if each["name"] == names.SIDECAR_CONTAINER), {})
+
     def wait(
         self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float
     ) -> Mapping[str, Any]:

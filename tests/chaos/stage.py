@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,14 +16,14 @@ from urllib.parse import unquote, urlsplit
 
 from tests.chaos.record import Recorder
 from tests.cluster.jobs import OPERATOR_ENV as LAPTOPS_ENV
-from tests.cluster.jobs import TRAINER, page
+from tests.cluster.jobs import PREPARE_LATE, Jobs, page
 from tests.sidecar.remote.s3 import faulty_proxy
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Proxy, Seen, proxying
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
-from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket, job_manifest
+from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.stage import FAULTS, Fault, LaptopStage, condition_is, tier_step
 
@@ -231,27 +230,15 @@ def _told_of_a_fault(status: Mapping[str, Any]) -> bool:
     return any(each["reason"] == "InternalError" for each in status.get("conditions") or ())
 
 
-def _manifest(workers: int, stop: Path, endpoint: str, pace: float) -> Object:
-    env = {"STOP": str(stop), "PACE": str(pace)}
-    trainer = {
-        "name": names.TRAINER_CONTAINER,
-        "image": "trainer",
-        "command": [sys.executable, str(TRAINER)],
-        "env": [{"name": key, "value": value} for key, value in env.items()],
-    }
-    tiers = {
-        "local": {"sizeLimit": "64Mi"},
-        "peer": {"copies": 1, "spread": {"level": "rack"}},
-        "remote": {"s3": in_bucket(BUCKET, endpoint, "prod"), "everySteps": 20, "keep": 3},
-    }
-    return job_manifest(
-        JOB,
-        workers,
-        {"terminationGracePeriodSeconds": 3, "containers": [trainer]},
-        tiers=tiers,
-        checkpoint={"snapshot": {"everySteps": 5}},
-        failurePolicy={"maxRestarts": 1_000_000},
-    )
+def _manifest(cluster: LocalCluster, workers: int, stop: Path, endpoint: str, pace: float) -> Object:
+    env = {"STOP": str(stop), **dict.fromkeys(PREPARE_LATE, "10")}
+    limit = {"maxRestarts": 1_000_000}
+    jobs = Jobs(cluster, stop.parent)
+    manifest = jobs.manifest(workers, pace=pace, env=env, remote_every=None, failurePolicy=limit)
+    manifest["metadata"]["name"] = JOB
+    s3 = in_bucket(BUCKET, endpoint, "prod")
+    manifest["spec"]["tiers"]["remote"] = {"s3": s3, "everySteps": 20, "keep": 3}
+    return manifest
 
 
 @contextlib.contextmanager
@@ -272,7 +259,7 @@ def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Struc
                 cluster.apply_crds(ROOT / "crds")
                 cluster.apply(credentials())
                 cluster.start_operator(OPERATOR_ENV, OPERATOR)
-                cluster.apply(_manifest(workers, stop, store.endpoint, pace))
+                cluster.apply(_manifest(cluster, workers, stop, store.endpoint, pace))
                 stage = StruckStage(cluster, recorder, store, workers, stop)
                 yield stage
                 stage.undo()

@@ -99,11 +99,6 @@ class Job(LaptopStage):
         """UID of each worker's newest pod."""
         return {worker: self.pod(worker)["metadata"]["uid"] for worker in range(self.workers)}
 
-    def sidecar(self, worker: int = 1) -> Mapping[str, Any]:
-        """What the kubelet says of the worker's sidecar; empty: nothing yet."""
-        statuses = (self.pod(worker).get("status") or {}).get("initContainerStatuses") or ()
-        return next((each for each in statuses if each["name"] == names.SIDECAR_CONTAINER), {})
-
     def on_node(self, node: str) -> list[str]:
         """Names of the pods there that are not being deleted."""
         return [pod["metadata"]["name"] for pod in self.living_pods() if pod["spec"].get("nodeName") == node]
@@ -183,20 +178,25 @@ class Jobs:
         command: list[str] | None = None,
         remote_every: int | None = 20,
         bucket: ObjectStore | None = None,
+        pod: Mapping[str, Any] | None = None,
+        container: Mapping[str, Any] | None = None,
+        peer: Mapping[str, Any] | None = None,
         **spec: Any,
     ) -> Object:
-        """A job that trains `steps` steps (0: until it is hit, and then a few more), snapshots every 5, has
-        copies in the other rack, and `bucket` or a folder as its remote tier. `spec` overrides the spec."""
+        """A job that trains `steps` steps (0: until it is hit, and a few more), snapshots every 5, and has
+        copies in the other rack and `bucket` or a folder as its remote tier. `spec` overrides the spec, and
+        `pod`, `container` and `peer` fields of these."""
         settings = {"STEPS": str(steps), "PACE": str(pace), **PREPARE_LATE, **(env or {})}
-        container = {
+        trainer = {
             "name": "trainer",
             "image": "trainer",
             "command": command or [sys.executable, str(TRAINER)],
             "env": [{"name": key, "value": value} for key, value in settings.items()],
+            **(container or {}),
         }
         tiers: dict[str, Any] = {"local": {"sizeLimit": "64Mi"}}
         if workers > 1:
-            tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}}
+            tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}, **(peer or {})}
         if bucket is not None:
             tiers["remote"] = {
                 "s3": in_bucket(bucket.bucket, bucket.endpoint, "prod"),
@@ -209,7 +209,7 @@ class Jobs:
                 "directory": {"volume": {"hostPath": {"path": str(remote)}}},
                 "everySteps": remote_every,
             }
-        pod = {"terminationGracePeriodSeconds": 3, "containers": [container]}
+        pod = {"terminationGracePeriodSeconds": 3, "containers": [trainer], **(pod or {})}
         spec = {"checkpoint": {"snapshot": {"everySteps": 5}}, "tiers": tiers, **spec}
         return job_manifest(f"job-{uuid.uuid4().hex[:6]}", workers, pod, **spec)
 

@@ -11,7 +11,6 @@ import secrets
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,61 +131,19 @@ class AttachedJob(Job):
         yield from sorted(self.cluster.logs.glob(f"{self.owner.name}-*/trainer.log"))
 
 
-@dataclass
-class Attaching:
-    """The cluster with the webhook; makes Indexed Jobs and removes them."""
-
-    cluster: LocalCluster
-    jobs: Jobs
-    made: list[AttachedJob]
-
-    def start(self, workers: int = 2, *, env: Mapping[str, str] | None = None, **policy: Any) -> AttachedJob:
-        name = f"train-{uuid.uuid4().hex[:6]}"
-        settings = {"PACE": "0.1", **(env or {})}
-        container = {
-            "name": "trainer",
-            "image": "trainer",
-            "command": [sys.executable],
-            "args": [str(TRAINER)],
-            "env": [{"name": key, "value": value} for key, value in settings.items()],
-        }
-        remote = self.jobs.folder / "remote"
-        remote.mkdir(exist_ok=True)
-        spec = {
-            "checkpoint": {"snapshot": {"everySteps": 5}},
-            "tiers": {
-                "local": {"sizeLimit": "64Mi"},
-                "peer": {"copies": 1, "spread": {"level": "rack"}},
-                "remote": {"directory": {"volume": {"hostPath": {"path": str(remote)}}}, "everySteps": 20},
-            },
-            **policy,
-        }
-        self.cluster.api.create(
-            POLICIES, "default", _object("tiercheck.io/v1alpha1", "TierCheckPolicy", name, spec)
-        )
-        template = {
-            "metadata": {"labels": {names.LABEL_INJECT: name}},
-            "spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 3, "containers": [container]},
-        }
-        job = {
-            "completionMode": "Indexed",
-            "parallelism": workers,
-            "completions": workers,
-            "template": template,
-        }
-        owner = IndexedJob(self.cluster, _object("batch/v1", "Job", name, {**job, "backoffLimit": 6}))
-        made = AttachedJob(owner)
-        self.made.append(made)
-        owner.reconcile()
-        return made
-
-    def clean_up(self) -> None:
-        for job in self.made:
-            job.owner.delete()
-            self.cluster.api.delete(JOBS, "default", job.name)
-            self.cluster.api.delete(POLICIES, "default", job.owner.name)
-        for job in self.made:
-            self.cluster.wait_for(lambda job=job: not job.belongings(), PATIENCE, f"{job.name} to be gone")
+def attach(cluster: LocalCluster, jobs: Jobs, **how: Any) -> AttachedJob:
+    """Starts an Indexed Job, with a policy that says what a job of `Jobs.manifest` does."""
+    name = f"train-{uuid.uuid4().hex[:6]}"
+    container = {"command": [sys.executable], "args": [str(TRAINER)]}
+    spec = jobs.manifest(container=container, pod={"restartPolicy": "Never"}, **how)["spec"]
+    policy = {key: spec[key] for key in ("checkpoint", "tiers")}
+    cluster.api.create(POLICIES, "default", _object("tiercheck.io/v1alpha1", "TierCheckPolicy", name, policy))
+    size = {"completionMode": "Indexed", "parallelism": spec["workers"], "completions": spec["workers"]}
+    template = {"metadata": {"labels": {names.LABEL_INJECT: name}}, "spec": spec["template"]["spec"]}
+    indexed = {**size, "backoffLimit": 6, "template": template}
+    job = AttachedJob(IndexedJob(cluster, _object("batch/v1", "Job", name, indexed)))
+    job.owner.reconcile()
+    return job
 
 
 def _object(version: str, kind: str, name: str, spec: Object) -> Object:
@@ -199,8 +156,8 @@ def _object(version: str, kind: str, name: str, spec: Object) -> Object:
 
 
 @pytest.fixture
-def attaching(cluster: LocalCluster, jobs: Jobs) -> Iterator[Attaching]:
-    """The operator with the webhook, in place of the one without."""
+def job(cluster: LocalCluster, jobs: Jobs) -> Iterator[AttachedJob]:
+    """Under the operator with the webhook, in place of the one without."""
     port = free_ports(1)[0]
     hook = {
         "name": "attach.tiercheck.io",
@@ -229,9 +186,12 @@ def attaching(cluster: LocalCluster, jobs: Jobs) -> Iterator[Attaching]:
     }
     cluster.start_operator({**OPERATOR_ENV, **webhook})
     cluster.wait_for(lambda: _trusted(cluster), PATIENCE, "the webhook's authority to be announced")
-    made = Attaching(cluster, jobs, [])
-    yield made
-    made.clean_up()
+    job = attach(cluster, jobs, env={"FAILURES": "2"})
+    yield job
+    job.owner.delete()
+    cluster.api.delete(JOBS, "default", job.name)
+    cluster.api.delete(POLICIES, "default", job.owner.name)
+    cluster.wait_for(lambda: not job.belongings(), PATIENCE, f"{job.name} to be gone")
     cluster.api.delete(WEBHOOKS, None, NAME)
     cluster.api.delete(SECRETS, "default", NAME)
     cluster.faults.kill_operator()
@@ -250,10 +210,7 @@ def _trusted(cluster: LocalCluster) -> bool:
     return names.ANNOTATION_NOT_ATTACHED in (answer["metadata"].get("annotations") or {})
 
 
-def test_indexed_job_survives_a_crash_and_the_loss_of_a_pod(
-    attaching: Attaching, cluster: LocalCluster
-) -> None:
-    job = attaching.start(workers=2, env={"FAILURES": "2"})
+def test_indexed_job_survives_a_crash_and_the_loss_of_a_pod(job: AttachedJob, cluster: LocalCluster) -> None:
     job.wait_trained(13)
     uids = job.uids()
     recovery = job.hit("crash")

@@ -215,19 +215,12 @@ def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(
 @contextlib.contextmanager
 def janitor(cluster: LocalCluster, node: str) -> Iterator[None]:
     """The janitor's pod, on one node, with no patience."""
-    base = "/dev/shm/tiercheck"
+    base, folder = "/dev/shm/tiercheck", names.NODE_MEMORY_DIR
     container = {
         "name": "janitor",
         "image": "tiercheck-sidecar",
-        "command": [
-            sys.executable,
-            "-m",
-            "tiercheck_sidecar.node_memory",
-            names.NODE_MEMORY_DIR,
-            "--watch",
-            "0",
-        ],
-        "volumeMounts": [{"name": "memory", "mountPath": names.NODE_MEMORY_DIR}],
+        "command": f"{sys.executable} -m tiercheck_sidecar.node_memory {folder} --watch 0".split(),
+        "volumeMounts": [{"name": "memory", "mountPath": folder}],
     }
     volume = {"name": "memory", "hostPath": {"path": base, "type": "DirectoryOrCreate"}}
     cluster.apply(

@@ -92,21 +92,17 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
     """Named by CIDR, loopback of both families stands for further networks: its copies go there."""
-    manifest = jobs.manifest(workers=4)
-    manifest["spec"].setdefault("tiers", {}).setdefault("peer", {})["interfaces"] = [
-        "127.0.0.1/32",
-        "::1/128",
-    ]
-    spec = manifest["spec"]["template"]["spec"]
-    spec["hostNetwork"] = True
     only = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0", "node-2"]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [only]}]}
-    spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     cluster.faults.kill_operator()
     # it has forgotten nodes that other tests gave it reason to shun, so both are used
     jobs.restart_operator()
-    job = jobs.apply(manifest)
-    job.wait_trained(13)
+    job, _ = jobs.start_trained(
+        workers=4,
+        pod={"hostNetwork": True, "affinity": affinity},
+        peer={"interfaces": ["127.0.0.1/32", "::1/128"]},
+    )
     assert len({pod["status"]["podIP"] for pod in job.living_pods()}) == 2, "two addresses for four pods"
     wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp", "0100007F")
     wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp6", f"{'0' * 24}01000000")
@@ -143,7 +139,7 @@ ENDLESS = [sys.executable, str(EXAMPLE), "--steps", "1000000", "--pace", "0.05"]
 def start(jobs: Jobs, bucket: ObjectStore) -> Job:
     """Two ranks of the example, with FSDP2."""
     env = {"OMP_NUM_THREADS": "1"}
-    return jobs.apply(jobs.manifest(workers=2, command=ENDLESS, env=env, bucket=bucket, remote_every=10))
+    return jobs.start(2, command=ENDLESS, env=env, bucket=bucket, remote_every=10)
 
 
 def undisturbed(lives: Lives, steps: int, folder: Path) -> dict[int, float]:

@@ -125,13 +125,8 @@ FAST_HANG = {"hang": {"minSeconds": 4, "stepFactor": 20}}
 
 @pytest.mark.extended
 def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to_raise(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=2)
-    manifest["spec"]["template"]["spec"]["containers"][0]["resources"] = {
-        "limits": {"memory": "1500Mi"},
-        "requests": {"memory": "64Mi"},
-    }
-    job = jobs.apply(manifest)
-    job.wait_trained(13)
+    resources = {"limits": {"memory": "1500Mi"}, "requests": {"memory": "64Mi"}}
+    job, _ = jobs.start_trained(workers=2, container={"resources": resources})
     recovery = job.hit("out of memory")
     assert recovery["cause"] == "OOMKilled"
     assert "limit of 1500Mi" in recovery["message"]

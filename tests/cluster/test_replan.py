@@ -49,8 +49,8 @@ def copied(job: Job) -> dict[int, int]:
 @pytest.mark.usefixtures("unlabelled")
 def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: LocalCluster) -> None:
     levels = [{"name": "pdu", "label": PDU}]
-    tiers = {"local": {"sizeLimit": "64Mi"}, "peer": {"copies": 1, "spread": {"level": "pdu"}}}
-    job = jobs.start(workers=4, topology={"levels": levels}, tiers=tiers)
+    peer = {"spread": {"level": "pdu"}}
+    job = jobs.start(workers=4, topology={"levels": levels}, peer=peer, remote_every=None)
     before = job.wait_trained(6)
     first, uids = placement(job).holders(), job.uids()
     mark = before["tiers"]["peer"]["step"]

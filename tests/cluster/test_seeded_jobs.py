@@ -59,17 +59,8 @@ def written_elsewhere(form: str, folder: Path) -> str:
 
 def exported(job: Job, form: str, to: Path) -> int:
     """The step of the version that `tiercheck export JOB` has found."""
-    words = (
-        "export",
-        job.name,
-        "--kubeconfig",
-        str(job.cluster.kubeconfig),
-        "--format",
-        form,
-        "--to",
-        str(to),
-    )
-    ran = run(*words, env=CREDENTIALS)
+    typed = f"export {job.name} --kubeconfig {job.cluster.kubeconfig} --format {form} --to {to}"
+    ran = run(*typed.split(), env=CREDENTIALS)
     assert ran.status == 0, ran.err
     found = re.search(r"step (\d+)", ran.err)
     assert found, ran.err

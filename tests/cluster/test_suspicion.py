@@ -96,17 +96,10 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
 def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    manifest = jobs.manifest(workers=2, env={"ALONE": "1", "TAIL": "30"})
     # Nobody answers, so it might be us: Kubernetes has the word, here sooner than after its 300 s.
-    manifest["spec"]["template"]["spec"]["tolerations"] = [
-        {
-            "key": "node.kubernetes.io/unreachable",
-            "operator": "Exists",
-            "effect": "NoExecute",
-            "tolerationSeconds": 3,
-        }
-    ]
-    job = jobs.apply(manifest)
+    soon = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 3}
+    pod = {"tolerations": [{"key": "node.kubernetes.io/unreachable", **soon}]}
+    job = jobs.start(2, env={"ALONE": "1", "TAIL": "30"}, pod=pod)
     before = job.wait_trained(22, tier="remote")
     old = {worker: (job.node_of(worker), job.uids()[worker]) for worker in range(2)}
     for worker, (node, _) in old.items():

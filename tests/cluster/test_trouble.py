@@ -45,9 +45,7 @@ def credentials(cluster: LocalCluster) -> str:
 
 
 def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=2)
-    manifest["spec"]["template"]["spec"]["nodeSelector"] = {"example.com/gpu": "h200"}
-    job = jobs.apply(manifest)
+    job = jobs.start(2, pod={"nodeSelector": {"example.com/gpu": "h200"}})
     placed = job.wait_condition("Placed", "False", "Unschedulable")
     assert "0/4 nodes are available" in placed["message"]
 
@@ -57,18 +55,14 @@ def test_unlabelled_nodes_are_named_and_the_job_runs_with_less(jobs: Jobs) -> No
         {"name": "pdu", "label": "example.com/pdu"},
         {"name": "host", "label": "kubernetes.io/hostname"},
     ]
-    manifest = jobs.manifest(workers=2, steps=12, topology={"levels": levels})
-    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "pdu"}
-    job = jobs.apply(manifest)
+    job = jobs.start(2, steps=12, topology={"levels": levels}, peer={"spread": {"level": "pdu"}})
     placed = job.wait_condition("Placed", "True", "NodesUnlabelled")
     assert "example.com/pdu" in placed["message"]
     job.wait_condition("Completed")
 
 
 def test_impossible_required_spread_waits_and_names_the_bound(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=3)
-    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "zone", "mode": "Required"}
-    job = jobs.apply(manifest)
+    job = jobs.start(3, peer={"spread": {"level": "zone", "mode": "Required"}})
     placed = job.wait_condition("Placed", "False", "InsufficientDomains")
     assert "zone" in placed["message"]
 
@@ -148,9 +142,8 @@ def test_command_that_cannot_be_started_is_named(jobs: Jobs) -> None:
 
 def test_crash_loop_shows_the_commands_last_lines_and_its_pod_once(jobs: Jobs) -> None:
     script = "echo 'CUDA error: out of memory' >&2; exit 3"
-    manifest = jobs.manifest(workers=1, remote_every=None, command=["sh", "-c", script])
-    manifest["spec"]["failurePolicy"] = {"maxRestarts": 1}
-    job = jobs.apply(manifest)
+    command = ["sh", "-c", script]
+    job = jobs.start(1, remote_every=None, command=command, failurePolicy={"maxRestarts": 1})
     message = job.wait_condition("Failed", "True", "MaxRestartsExceeded")["message"]
     assert (
         f"ended with exit code 3: CUDA error: out of memory. Its log: kubectl logs -n default {job.name}-0-"
@@ -162,8 +155,6 @@ def test_crash_loop_shows_the_commands_last_lines_and_its_pod_once(jobs: Jobs) -
 
 
 def test_image_that_is_not_there_is_the_reason_at_once(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=1, remote_every=None)
-    manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "registry/no-such-image:1"
-    job = jobs.apply(manifest)
+    job = jobs.start(1, remote_every=None, container={"image": "registry/no-such-image:1"})
     assert "container trainer: ErrImagePull" in job.wait_condition("Placed", "False", "ImagePull")["message"]
     assert job.get_job()["status"]["reason"] == "ImagePull"

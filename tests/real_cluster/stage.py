@@ -122,16 +122,7 @@ def job(name: str, workers: int = 4, steps: int = 1_000_000, **spec: Any) -> dic
     trainer = {
         "name": "trainer",
         "image": f"{REPOSITORY}/tiercheck-example-trainer:{TAG}",
-        "command": [
-            "torchrun",
-            "/workspace/train_gpt.py",
-            "--steps",
-            str(steps),
-            "--batch",
-            "8",
-            "--width",
-            "192",
-        ],
+        "command": f"torchrun /workspace/train_gpt.py --steps {steps} --batch 8 --width 192".split(),
         # One thread, so that sums are taken in the same order however many cores there are.
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
         "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "3Gi"}},

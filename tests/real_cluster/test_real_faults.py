@@ -321,8 +321,7 @@ def workers_on(play: Play, *workers: int) -> set[int]:
 
 
 def sidecar_is_well(play: Play, worker: int) -> bool:
-    statuses = play.training.pod(worker)["status"]["initContainerStatuses"]
-    sidecar = next(status for status in statuses if status["name"] == "tiercheck-sidecar")
+    sidecar = play.training.sidecar(worker)
     return bool(sidecar.get("started")) and "running" in sidecar["state"]
 
 

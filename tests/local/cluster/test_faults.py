@@ -316,19 +316,8 @@ def test_clusters_side_by_side_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_foreground_cluster_takes_everything_along(tmp_path: Path, number: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tiercheck_local",
-        "up",
-        "--nodes",
-        "2",
-        "--racks",
-        "1",
-        "--directory",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen([*command, "--crds", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    typed = f"-m tiercheck_local up --nodes 2 --racks 1 --directory {tmp_path} --crds {tmp_path}"
+    process = subprocess.Popen([sys.executable, *typed.split()], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line == f"export KUBECONFIG={tmp_path}/control-plane/kubeconfig\n"

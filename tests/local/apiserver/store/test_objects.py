@@ -218,9 +218,7 @@ def test_headless_service_keeps_its_shape(api: Api, core: str) -> None:
         "selector": {"a": "b"},
         "ports": [{"port": 8470}],
     }
-    made = api.create(
-        f"{core}/services", {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}, "spec": spec}
-    )
+    made = api.create(f"{core}/services", {"metadata": {"name": "s"}, "spec": spec})
     assert made["spec"]["clusterIP"] == "None"
     assert made["spec"]["type"] == "ClusterIP"
     assert made["spec"]["ports"] == [{"port": 8470, "protocol": "TCP", "targetPort": 8470}]
