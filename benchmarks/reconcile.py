@@ -35,7 +35,8 @@ from tiercheck_local.apiserver.store.patch import merge
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_pod
@@ -66,13 +67,13 @@ class Server:
     version: int = 0
     may_write: bool = True
 
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        self.calls.append(f"GET {path}")
-        return self.objects.get(path.format(**names))
+    async def find(self, where: ApiResource, namespace: str | None, name: str) -> dict[str, Any] | None:
+        self.calls.append(f"GET {where.plural}")
+        return self.objects.get(where.path(namespace, name))
 
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.calls.append(f"POST {path}")
-        place = path.partition("?")[0].format(**names)
+    async def create(self, where: ApiResource, namespace: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.calls.append(f"POST {where.plural}")
+        place = where.path(namespace).partition("?")[0]
         key = f"{place}/{body['metadata']['name']}"
         if key in self.objects:
             raise ApiFailure(409, "exists")
@@ -81,13 +82,15 @@ class Server:
             self.pod_created(made)
         return made
 
-    async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.calls.append(f"PUT {path}")
-        return self._stored(path.format(**names), dict(body))
+    async def replace(self, where: ApiResource, namespace: str, name: str, body: Any) -> dict[str, Any]:
+        self.calls.append(f"PUT {where.plural}")
+        return self._stored(where.path(namespace, name), dict(body))
 
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        self.calls.append(f"PATCH {path}")
-        key = path.format(**names).removesuffix("/status")
+    async def patch(
+        self, where: ApiResource, namespace: str, name: str, body: Any, subresource: str = ""
+    ) -> dict[str, Any]:
+        self.calls.append(f"PATCH {where.plural}")
+        key = where.path(namespace, name)
         known = self.objects[key]
         if "status" not in body:
             return self._stored(key, merge(known, body))
@@ -95,12 +98,12 @@ class Server:
             raise ApiFailure(409, "conflict")
         return self._stored(key, {**known, "status": merge(known.get("status") or {}, body["status"])})
 
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        self.calls.append(f"DELETE {path}")
-        found = self.objects.pop(path.format(**names), None) is not None
-        if "/pods/" in path:
-            self.pod_deleted(names["name"])
-        return found or "/pods/" in path
+    async def delete(self, where: ApiResource, namespace: str, name: str, **_: object) -> bool:
+        self.calls.append(f"DELETE {where.plural}")
+        found = self.objects.pop(where.path(namespace, name), None) is not None
+        if where.plural == "pods":
+            self.pod_deleted(name)
+        return found or where.plural == "pods"
 
     def _stored(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         self.version += 1

@@ -18,7 +18,7 @@ from benchmarks.harness import ROOT, Figure, Outcome, Scale, seconds_text
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Order
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 _SCRIPT = """
 import time; began = time.time()
@@ -34,38 +34,20 @@ _IMPORT_SECONDS = 60.0
 def run(scale: Scale) -> Outcome:
     """Medians over the rounds."""
     rounds = 2 if scale.quick else 5
-    found: dict[str, list[tuple[float, float]]] = {
-        name: [] for name in ("warm", "cold", "torchrun warm", "torchrun cold")
-    }
+    found: dict[str, list[tuple[float, float]]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
         script = Path(folder) / "train.py"
         script.write_text(_SCRIPT)
-        commands = {
-            "": ([sys.executable, str(script)], 1),
-            "torchrun ": ([sys.executable, "-m", "torch.distributed.run", str(script)], 2),
-        }
         for number in range(rounds):
-            for prefix, (command, ranks) in commands.items():
-                for kind in ("warm", "cold"):
-                    run_dir = Path(folder) / f"{prefix.strip()}{kind}{number}"
-                    run_dir.mkdir()
-                    found[prefix + kind].append(_once(run_dir, command, ranks, warm=kind == "warm"))
+            for kind, times in found.items():
+                run_dir = Path(folder) / f"{kind}{number}"
+                run_dir.mkdir()
+                times.append(_once(run_dir, [sys.executable, str(script)], warm=kind == "warm"))
     middle = {
-        name: [statistics.median(times) for times in zip(*each, strict=True)] for name, each in found.items()
+        kind: [statistics.median(each) for each in zip(*times, strict=True)] for kind, times in found.items()
     }
     return Outcome(
-        [
-            _row(
-                "from release to the first optimizer step, python",
-                middle["warm"],
-                middle["cold"],
-            ),
-            _row(
-                "from release to the first optimizer step, torchrun with 2 ranks",
-                middle["torchrun warm"],
-                middle["torchrun cold"],
-            ),
-        ],
+        [_row("from release to the first optimizer step", middle["warm"], middle["cold"])],
         {"seconds to user code and to the first step": middle},
     )
 
@@ -76,10 +58,8 @@ def _row(name: str, ours: list[float], other: list[float]) -> Figure:
     return Figure(name, told, against, ours[1] / other[1])
 
 
-def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple[float, float]:
-    """Seconds from the release to the first line of the last rank's code, and to the end of its first
-    step.
-    """
+def _once(run_dir: Path, command: list[str], *, warm: bool) -> tuple[float, float]:
+    """Seconds from the release to the first line of the script, and to the end of its first step."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(run_dir / "sidecar.sock"))
         listener.listen()
@@ -88,7 +68,6 @@ def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple
             "PYTHONPATH": str(ROOT),
             "TIERCHECK_RUN_DIR": str(run_dir),
             "TIERCHECK_WARM": str(int(warm)),
-            "TIERCHECK_PROCS_PER_WORKER": str(ranks),
         }
         launcher = subprocess.Popen(
             [sys.executable, "-m", "tiercheck.launcher", "--", *command],
@@ -102,15 +81,13 @@ def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple
                     _until_idle(launcher.pid)
                 (port,) = free_ports(1)
                 at = time.time()
-                connection.sendall(to_json(Order(1, Phase.RELEASE, 0, 1, ranks, "127.0.0.1", port)) + b"\n")
-                said = [
-                    [float(word) - at for word in launcher.stdout.readline().split()] for _ in range(ranks)
-                ]
+                connection.sendall(to_json(Order(1, Phase.RELEASE, 0, 1, 1, "127.0.0.1", port)) + b"\n")
+                begun, stepped = map(float, launcher.stdout.readline().split())
         finally:
             launcher.kill()
             launcher.wait()
             launcher.stdout.close()
-    return max(each[0] for each in said), max(each[1] for each in said)
+    return begun - at, stepped - at
 
 
 def _until_idle(launcher: int) -> None:

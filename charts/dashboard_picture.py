@@ -34,8 +34,8 @@ from matplotlib.ticker import FuncFormatter
 
 from tests.cluster.jobs import Job, Jobs
 from tiercheck.protocol import names
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.markers import free_ports
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[1]

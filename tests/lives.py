@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 Said = list[dict[str, Any]]
 """What one rank said, of what is JSON: a line for each step, mostly."""

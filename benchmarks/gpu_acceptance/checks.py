@@ -188,7 +188,7 @@ CHECKS: Mapping[str, Check] = {
         speed=True,
     ),
     "P6": Check(
-        "What a warm start imports touches no driver, and a process forked from it can use the GPU.",
+        "What a warm start imports touches no driver, and its process can use the GPU.",
         "steps.warm",
     ),
     "P7": Check(

@@ -20,8 +20,8 @@ from benchmarks.harness import MIB, ROOT, Figure, Outcome, Scale
 from benchmarks.reconcile import ground
 from benchmarks.scale_operator.stage import RANKS, Crowd, ask, crowded_job, push
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, Object
 
 _JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 _DEADLINE = 1800.0
@@ -71,7 +71,7 @@ class Kubelets:
         name, api = pod["metadata"]["name"], self._cluster.api
         target = {"apiVersion": "v1", "kind": "Node", "name": f"node-{number // 8 % self._nodes}"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
-        api.request("POST", PODS.path("default", name, "binding"), binding)
+        api.bind("default", name, binding)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         status = {
             "phase": "Running",

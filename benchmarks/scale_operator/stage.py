@@ -23,7 +23,7 @@ from benchmarks.reconcile import BenchJob, Server, ground
 from benchmarks.scale_operator.crowd import SAVED, Wanted
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Branch, History
-from tiercheck_local.addresses import Octet
+from tiercheck_local.markers import Octet
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.attempt.directives import due_directives

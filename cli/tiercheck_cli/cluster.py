@@ -15,21 +15,21 @@ import urllib3
 from urllib3.exceptions import InsecureRequestWarning
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import (
+from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo, program
+from tiercheck_cli.login import UserAccess, configured
+from tiercheck_cli.terminal import remark
+from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
     NAMESPACES,
     NODES,
     PODS,
+    ApiFailure,
     ApiServer,
     Object,
-    RequestFailed,
-    configured,
     first_line,
 )
-from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo, program
-from tiercheck_cli.terminal import remark
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name, read_placement_data
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Cluster:
                 f"the certificate of {configuration.host} is not checked: the kubeconfig has "
                 "insecure-skip-tls-verify"
             )
-        return Cluster(ApiServer(configuration), namespace or usual)
+        return Cluster(ApiServer(UserAccess(configuration)), namespace or usual)
 
     def job(self, name: str) -> Object:
         try:
@@ -147,12 +147,12 @@ class Cluster:
     def _ask(self, call: Callable[..., T], *arguments: object) -> T:
         try:
             return call(*arguments)
-        except RequestFailed as failure:
+        except ApiFailure as failure:
             raise self._cannot(failure, at_jobs=JOBS in arguments) from failure
 
-    def _cannot(self, failure: RequestFailed, at_jobs: bool) -> CannotDo:
+    def _cannot(self, failure: ApiFailure, at_jobs: bool) -> CannotDo:
         said = failure.message
-        match failure.code:
+        match failure.status:
             case 0:
                 advice = _ADVICE.get(failure.reason)
                 return CannotDo(f"{said}. {advice}" if advice else said, NO_ACCESS)

@@ -1,17 +1,22 @@
-"""The subcommands of `tiercheck`, and what happens when one of them cannot do what was asked."""
+"""The subcommands of `tiercheck`, what happens when one cannot do what was asked, and completion."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click import ClickException
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from tiercheck.about import __version__
 from tiercheck.redaction import log_redacted
 from tiercheck_cli.checkpoint.command import import_checkpoint, remote
+from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export import export
@@ -99,3 +104,42 @@ def demo(
         remark(f"the demo needs {error.name}; {INSTALL.format('demo')}")
         raise typer.Exit(1) from error
     raise typer.Exit(main([f"--report={report}", *(["--keep"] if keep else [])]))
+
+
+_NO_FILES = ":4"
+"""The directive that ends the answer, as in cobra: offer no files beside these words."""
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """What the last of `words` may become."""
+    *before, begun = words or [""]
+    command: Any = get_command(app)
+    given = list(before)
+    while given and given[0] in getattr(command, "commands", {}):
+        command = command.commands[given.pop(0)]
+    if begun.startswith("-"):
+        found = [name for param in command.params for name in param.opts if name.startswith("--")]
+    elif hasattr(command, "commands"):
+        found = list(command.commands)
+    elif any(before[-1] in param.opts and not param.is_flag for param in command.params):
+        found = []  # the value of an option
+    else:
+        found = _jobs(command, given) if any(param.name == "job" for param in command.params) else []
+    return sorted(word for word in found if word.startswith(begun))
+
+
+def _jobs(command: Any, given: list[str]) -> list[str]:
+    """Names of the jobs that a command with these words would look at; none where they cannot be read."""
+    try:
+        options = command.make_context("", given, resilient_parsing=True).params
+        cluster = Cluster.connect(options["kubeconfig"], options["context"], options["namespace"])
+        return [job["metadata"]["name"] for job in cluster.jobs()]
+    except (ClickException, CannotDo):
+        return []
+
+
+def print_completions() -> int:
+    """Returns the exit status."""
+    for word in (*complete(sys.argv[1:]), _NO_FILES):
+        say(word)
+    return 0

@@ -206,9 +206,21 @@ class JobLayout:
         """The level that copies are spread over, or the widest below it that the labels tell."""
         names = self.topology.level_names
         for level in names[names.index(self.spread) :]:
-            if any(self.topology.domain(site.node, level) is not None for site in self.sites):
+            if workers_by_domain(self.sites, self.topology, level):
                 return level
         return names[-1]
+
+
+def workers_by_domain(
+    sites: Iterable[WorkerSite], topology: Topology, level: str
+) -> dict[str, tuple[int, ...]]:
+    """By domain of that level, in order: the workers in it. Whose domain is unknown is in none."""
+    found: dict[str, list[int]] = {}
+    for site in sites:
+        domain = topology.domain(site.node, level)
+        if domain is not None:
+            found.setdefault(domain, []).append(site.worker)
+    return {domain: tuple(sorted(found[domain])) for domain in sorted(found)}
 
 
 def planned_spec(raw: Mapping[str, Any], saved: SavedPlacement | None = None) -> JobSpec:

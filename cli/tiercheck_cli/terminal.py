@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
@@ -154,6 +154,17 @@ def write(answer: Mapping[str, Any], output: Output) -> None:
     else:
         text = json.dumps(answer, indent=2, ensure_ascii=False)
         print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def show(
+    output: Output, told: Callable[[], Mapping[str, Any]], screen: Callable[[int], RenderableType]
+) -> None:
+    """Writes `told` for programs, or `screen` for a terminal of so many columns."""
+    if output is not Output.TABLE:
+        write(told(), output)
+    else:
+        terminal = console()
+        terminal.print(screen(terminal.width))
 
 
 def spell(value: Any) -> Any:

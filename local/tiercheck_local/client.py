@@ -1,59 +1,66 @@
-"""Calls the API server from asynchronous code, and follows collections."""
+"""Calls the API server of the laptop cluster, and follows collections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
+from urllib.parse import urlencode
 
-from tiercheck_cli.api_server import ApiResource, ApiServer, Changed, Listing, Object, RequestFailed
+from tiercheck.protocol.plain_json import parse_json
+from tiercheck_cli.login import open_local
+from tiercheck_operator.kubernetes.api_server import (
+    WATCH_SECONDS,
+    ApiClient,
+    ApiFailure,
+    ApiResource,
+    ApiServer,
+    Object,
+    selectors,
+)
 
-P = ParamSpec("P")
-R = TypeVar("R")
 OnChange = Callable[[str, Object], Any]
 
-_THREADS = 8
-"""Calls at once; the others wait their turn."""
 _OUTDATED = {404, 409}
 """Codes of a call about an object that is gone or was changed meanwhile."""
 log = logging.getLogger(__name__)
 
 
-def _in_thread(
-    call: Callable[Concatenate[ApiServer, P], R],
-) -> Callable[Concatenate[Client, P], Awaitable[R]]:
-    @functools.wraps(call)
-    async def waiting(self: Client, /, *arguments: P.args, **named: P.kwargs) -> R:
-        work = functools.partial(call, self.server, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+@dataclass(frozen=True)
+class Listing:
+    """The complete collection: what is not in it is gone."""
 
-    return waiting
+    items: tuple[Object, ...]
 
 
-class Client:
-    """One API server. Open with `async with`; every call raises RequestFailed and does as in ApiServer."""
+@dataclass(frozen=True)
+class Changed:
+    """One change. `kind` is ADDED, MODIFIED or DELETED."""
 
-    def __init__(self, server: ApiServer) -> None:
-        self.server = server
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="api")
+    kind: str
+    object: Object
+
+
+class Client(ApiClient):
+    """One API server. Open with `async with`; every call raises ApiFailure and does as in ApiServer."""
 
     @staticmethod
     def of(kubeconfig: Path) -> Client:
         """The server that this file names."""
-        return Client(ApiServer.of(kubeconfig))
+        return Client(open_local(kubeconfig))
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.close()
         self.server.close()
 
     async def patch_as_read(
@@ -68,8 +75,8 @@ class Client:
             return await self.patch(
                 resource, metadata.get("namespace"), metadata["name"], body, subresource=subresource
             )
-        except RequestFailed as failure:
-            if failure.code not in _OUTDATED:
+        except ApiFailure as failure:
+            if failure.status not in _OUTDATED:
                 raise
             return None
 
@@ -82,24 +89,18 @@ class Client:
             resource, metadata.get("namespace"), metadata["name"], uid=metadata["uid"], grace=grace
         )
 
-    request = _in_thread(ApiServer.request)
-    find = _in_thread(ApiServer.find)
-    find_resource = _in_thread(ApiServer.find_resource)
-    create = _in_thread(ApiServer.create)
-    patch = _in_thread(ApiServer.patch)
-    delete = _in_thread(ApiServer.delete)
-
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Listing | Changed]:
-        """The collection, then every change, for ever. A new Listing follows whenever one may be missed."""
+        """The collection, then every change, for ever. A new Listing follows whenever one may be missed. An
+        API server that is away is waited for."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
         news: asyncio.Queue[Listing | Changed | BaseException] = asyncio.Queue()
 
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 try:
-                    for one in self.server.follow(resource, namespace, labels, fields):
+                    for one in _follow(self.server, resource.path(namespace), selectors(labels, fields)):
                         if stop.is_set():
                             return
                         loop.call_soon_threadsafe(news.put_nowait, one)
@@ -116,6 +117,37 @@ class Client:
                 yield one
         finally:
             stop.set()
+
+
+def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterator[Listing | Changed]:
+    pause = 0.1
+    while True:
+        try:
+            answer = server.request("GET", f"{path}?{urlencode(selected)}")
+            yield Listing(tuple(answer["items"]))
+            pause = 0.1
+            yield from _watch(server, path, selected, answer["metadata"]["resourceVersion"])
+        except ApiFailure as failure:
+            if 0 < failure.status < 500 and failure.status not in {401, 403, 404, 410, 429}:
+                raise
+        time.sleep(pause)
+        pause = min(2.0, pause * 2)
+
+
+def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[Changed]:
+    """Changes after `version`; resumes when the server ends a watch, returns when it forgot (410)."""
+    asked = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS), **selected}
+    while True:
+        for line in server.lines(f"{path}?{urlencode({**asked, 'resourceVersion': version})}"):
+            event = parse_json(line)
+            found = event["object"]
+            if event["type"] == "ERROR":
+                if found.get("code") == 410:
+                    return
+                raise ApiFailure(int(found.get("code", 500)), found.get("message", ""))
+            version = found["metadata"]["resourceVersion"]
+            if event["type"] != "BOOKMARK":
+                yield Changed(event["type"], found)
 
 
 class Cache:
@@ -142,7 +174,7 @@ class Cache:
         self._on_change, self._on_sync = on_change, on_sync
 
     async def run(self) -> None:
-        """Never returns. Raises RequestFailed if the collection cannot be watched at all."""
+        """Never returns. Raises ApiFailure if the collection cannot be watched at all."""
         async for news in self._client.follow(self.resource, self._namespace, fields=self._fields):
             if isinstance(news, Listing):
                 self._replace(news)
@@ -187,19 +219,19 @@ class WokenController(ABC):
             if all(cache.synced for cache in self._needed):
                 try:
                     await self.work()
-                except RequestFailed as failure:
+                except ApiFailure as failure:
                     log.warning("%s: %s", type(self).__name__, failure)
                     asyncio.get_running_loop().call_later(1.0, self.wake)
 
     @abstractmethod
     async def work(self) -> None:
-        """Makes everything as it should be. Raises RequestFailed."""
+        """Makes everything as it should be. Raises ApiFailure."""
 
 
 async def attempt(what: str, work: Awaitable[None]) -> None:
     """Waits for `work` on one of many objects; a refusal is logged and keeps nobody from the others."""
     try:
         await work
-    except RequestFailed as failure:
-        if failure.code not in _OUTDATED:
+    except ApiFailure as failure:
+        if failure.status not in _OUTDATED:
             log.warning("%s: %s", what, failure)

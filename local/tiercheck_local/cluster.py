@@ -16,12 +16,12 @@ import yaml
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
-from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import PATIENCE, RunningCluster
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure, Object
 
 _HEADER_ROOM = 4 * 1024 * 1024
 
@@ -96,13 +96,8 @@ class Faults:
     # Pods.
 
     def evict_pod(self, pod: str) -> None:
-        """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
-        eviction = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": "default"},
-        }
-        self._cluster.api.request("POST", PODS.path("default", pod, "eviction"), eviction)
+        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
+        self._cluster.api.evict("default", pod)
 
     def drain_pod(self, pod: str) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
@@ -110,8 +105,8 @@ class Faults:
         def evicted() -> bool:
             try:
                 self.evict_pod(pod)
-            except RequestFailed as failure:
-                if failure.code != 429:
+            except ApiFailure as failure:
+                if failure.status != 429:
                     raise
                 return False
             return True
@@ -323,7 +318,7 @@ class LocalCluster(RunningCluster):
         return Faults(self)
 
     def apply(self, manifest: Object) -> Object:
-        """Create or merge. Raises RequestFailed."""
+        """Create or merge. Raises ApiFailure."""
         return self.api.apply(manifest)
 
     def apply_file(self, path: Path) -> list[Object]:
@@ -346,8 +341,8 @@ class LocalCluster(RunningCluster):
         """Whether the server knows that path, or object, already, or still."""
         try:
             self.api.request("GET", path)
-        except RequestFailed as failure:
-            if failure.code in {404, 429, 503}:
+        except ApiFailure as failure:
+            if failure.status in {404, 429, 503}:
                 return False
             raise
         return True

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,23 +25,19 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the starting thread ends. Raises OSError."""
-    parent = os.getppid()
-    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for this signal when the thread that started us ends. `parent`: its process. Makes
+    system calls only, so it may run before exec. Raises OSError."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)  # it ended before we asked
-
-
-def _in_child() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        os.kill(os.getpid(), number)  # it ended before we asked
 
 
 async def run_until_told(*work: Coroutine[Any, Any, Any]) -> bool:
@@ -84,7 +81,7 @@ def start_child(
             stderr=subprocess.STDOUT,
             env=dict(environment) if environment is not None else None,
             cwd=folder,
-            preexec_fn=_in_child,  # noqa: PLW1509 - it makes one system call and takes no lock
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - it takes no lock
         )
 
 

@@ -1,13 +1,19 @@
-"""Marks processes and folders of a cluster, to find and remove them, and to cut links between pods."""
+"""Marks and finds what a cluster has on this machine: processes, folders, links, addresses, ports.
+
+An octet of 127.0.0.0/8 is held by an abstract Unix socket: it belongs to the same network namespace as the
+addresses do, and the kernel frees it when the holder dies, however it dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 CLUSTER = "TIERCHECK_LOCAL_CLUSTER"
@@ -105,3 +111,59 @@ def write_cuts(path: Path, pairs: Iterable[frozenset[str]]) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(" ".join(sorted(pair)) + "\n" for pair in pairs))
     os.replace(fresh, path)
+
+
+_USUAL = (32_768, 60_999)
+"""Ports that Linux gives away unless told otherwise."""
+
+
+class NoAddressLeft(RuntimeError):
+    """Every octet is taken by another cluster on this machine."""
+
+
+class Octet:
+    """127.<value>.0.0/16, until `release`."""
+
+    def __init__(self) -> None:
+        """Raises NoAddressLeft."""
+        start = os.getpid()
+        for offset in range(253):
+            value = 2 + (start + offset) % 253
+            holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                holder.bind(f"\0tiercheck-local-{value}")
+            except OSError:
+                holder.close()
+                continue
+            self.value, self._holder = value, holder
+            return
+        raise NoAddressLeft("253 laptop clusters run on this machine already")
+
+    def release(self) -> None:
+        self._holder.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that no socket of this machine has, at any address, held together until all are chosen, so
+    that they differ.
+
+    Not of those that the kernel gives to whoever connects, or listens at port 0: between here and their use
+    it would give some away, and a server that listens everywhere (torch's TCPStore) needs a port that is free
+    at every address.
+    """
+    candidates = _given_by_nobody()
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        while len(found) < count:
+            one = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("", random.choice(candidates)))  # bound, and never listening
+                found.append(one.getsockname()[1])
+        return found
+
+
+def _given_by_nobody() -> Sequence[int]:
+    first, last = _USUAL
+    with contextlib.suppress(OSError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return max(range(30_000, first), range(last + 1, 65_536), key=len) or [0]

@@ -19,14 +19,15 @@ from typing import Any, Self, TypeVar
 
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck.protocol.encoding import to_json
-from tiercheck_cli.api_server import NODES, PODS, ApiServer, Object
+from tiercheck_cli.login import open_local
 from tiercheck_local import markers
-from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.markers import Octet, free_ports
 from tiercheck_local.node.pod import Settings
 from tiercheck_local.node.process import FIRST_BACK_OFF
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiServer, Object
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ class RunningCluster:
             markers.remove_all_at(self._octet.value)
             self._control_plane = open_control_plane(self._kind, self.directory / "control-plane")
             self._control_plane.start()
-            self._api = ApiServer.of(self.kubeconfig)
+            self._api = open_local(self.kubeconfig)
             self.start_controllers()
             for name in self.nodes:
                 self.start_agent(name)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import socket
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any
+
+import urllib3
+from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names, signing
 from tiercheck.protocol.encoding import Malformed, from_json
 from tiercheck.protocol.report import RankRestore, Report
-from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local.cluster import LocalCluster, NothingToHit
 from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import wait_for
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_operator.manifests.owned import parse_secret
 from tiercheck_operator.sidecars import Signer
 
@@ -278,14 +280,12 @@ class LaptopStage(JobStage):
 
 def _ask(address: str, context: ssl.SSLContext, headers: Mapping[str, str]) -> Report | None:
     """The report of the sidecar at `address`; None if it does not answer."""
-    try:
-        plain = socket.create_connection((address, names.CONTROL_PORT), timeout=3.0)
-        with context.wrap_socket(plain, server_hostname=names.TLS_SERVER_NAME) as connection:
-            http_connection = http.client.HTTPConnection(address)
-            http_connection.sock = connection
-            http_connection.request("GET", "/v1/report", headers=dict(headers))
-            response = http_connection.getresponse()
-            body = response.read()
-            return from_json(body, Report) if response.status == http.HTTPStatus.OK else None
-    except (OSError, http.client.HTTPException, Malformed):
-        return None
+    name = names.TLS_SERVER_NAME
+    with urllib3.HTTPSConnectionPool(
+        address, names.CONTROL_PORT, ssl_context=context, server_hostname=name, assert_hostname=name
+    ) as pool:
+        try:
+            answer = pool.request("GET", "/v1/report", headers=headers, timeout=3.0, retries=False)
+            return from_json(answer.data, Report) if answer.status == HTTPStatus.OK else None
+        except (HTTPError, OSError, Malformed):
+            return None

@@ -19,7 +19,7 @@ import resource
 import secrets
 import signal
 from asyncio import sslproto
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -29,7 +29,8 @@ from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import JOBS, NODES, PODS, ApiFailure
+from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
 from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases
@@ -87,7 +88,7 @@ class Operator:
         self._config, self._access = config, access
         self._metrics = Metrics()
         self._elector: Elector | None = None
-        self._kube = Kube(access, may_write=self._may_act, called=self._metrics.called)
+        self._kube = Kube(FencedServer(access, may_write=self._may_act, called=self._metrics.called))
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """UID of each job by its namespace and what its pods know it by."""
@@ -100,7 +101,7 @@ class Operator:
         self._beaten = boot_clock()
         self._attach = AttachService(
             self._kube,
-            Kube(access, called=self._metrics.called),
+            Kube(FencedServer(access, called=self._metrics.called)),
             config,
             lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
@@ -116,18 +117,15 @@ class Operator:
             leases=NodeLeases(self._kube),
             owner_size=self._attach.owner_size,
         )
-        jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
+        of_jobs = f"labelSelector={names.LABEL_JOB_UID}"
+        self._kinds = {
+            "Pod": WatchedKind(PODS, of_jobs, self._view.pods, self._pod_changed, self._pod_gone),
+            "Node": WatchedKind(NODES, "", self._view.nodes, self._node_changed, self._node_gone),
+            names.KIND: WatchedKind(JOBS, "", self._jobs, self._job_changed, self._job_gone),
+        }
         self._resync = Resync(
             self._kube,
-            {
-                "Pod": WatchedKind(
-                    "/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
-                ),
-                "Node": WatchedKind(
-                    "/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False
-                ),
-                names.KIND: WatchedKind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
-            },
+            self._kinds,
             namespaces=config.namespaces,
             every=config.watch_check_seconds,
             grace=config.watch_grace_seconds,
@@ -193,12 +191,10 @@ class Operator:
         told = False
         while not stop.is_set():
             try:
-                known = await self._kube.get(f"/apis/{names.API_GROUP}/{names.API_VERSION}")
+                if await self._kube.find_resource(JOBS.api_version, names.KIND) is not None:
+                    return True
             except ApiFailure as error:
                 log.warning("the kinds of the API server cannot be listed: %s", error)
-                known = None
-            if any(entry.get("name") == names.PLURAL for entry in (known or {}).get("resources") or []):
-                return True
             if not told:
                 log.warning("the API server has no %s yet; install its definition (crds/)", names.KIND)
                 told = True
@@ -224,7 +220,7 @@ class Operator:
         def tell(leads: bool) -> None:
             loop.call_soon_threadsafe(news.put_nowait, leads)
 
-        api = Kube(self._access, self._config.terms.call, called=self._metrics.called)
+        api = FencedServer(self._access, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
             api,
             self._config.lease,
@@ -324,37 +320,25 @@ class Operator:
         async def login(**_: Any) -> kopf.AiohttpSession:
             return await session.log_in()
 
-        @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
-        async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard("Pod", type, body, self._pod_changed, self._pod_gone)
-
-        @kopf.on.event("v1", "nodes", registry=registry)
-        async def node_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard("Node", type, body, self._node_changed, self._node_gone)
-
-        @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-        async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            await self._heard(names.KIND, type, body, self._job_changed, self._job_gone)
-
+        for name, kind in self._kinds.items():
+            self._follow(registry, name, kind)
         return registry
 
-    async def _heard(
-        self,
-        kind: str,
-        type: str | None,
-        body: Mapping[str, Any],
-        changed: Callable[[Mapping[str, Any]], None],
-        gone: Callable[[str], Awaitable[None]],
-    ) -> None:
-        uid, version = _identity(body)
-        try:
-            if type != "DELETED":
-                changed(body)
-        finally:
-            self._metrics.watched(kind)
-            self._resync.heard(kind, uid, version, listed=type is None)
-        if type == "DELETED":
-            await gone(uid)
+    def _follow(self, registry: kopf.OperatorRegistry, name: str, kind: WatchedKind) -> None:
+        where = (*kind.resource.api_version.split("/"), kind.resource.plural)
+        labels = {names.LABEL_JOB_UID: kopf.PRESENT} if kind.query else None
+
+        @kopf.on.event(*where, labels=labels, registry=registry)
+        async def heard(type: str | None, body: kopf.Body, **_: Any) -> None:
+            uid, version = _identity(body)
+            try:
+                if type != "DELETED":
+                    kind.changed(body)
+            finally:
+                self._metrics.watched(name)
+                self._resync.heard(name, uid, version, listed=type is None)
+            if type == "DELETED":
+                await kind.gone(uid)
 
     def _pod_changed(self, body: Mapping[str, Any]) -> None:
         uid, version = _identity(body)

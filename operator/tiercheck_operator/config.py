@@ -13,6 +13,7 @@ from tiercheck_operator.model.observed import Patience
 from tiercheck_operator.model.parsing import NO_SETTINGS, NodeSigns, parse_signs
 
 T = TypeVar("T")
+_SECONDS = ("resync", "poll", "call", "progress", "watch_check", "watch_grace", "stuck")
 _PATIENCE = (
     "settle", "accused", "isolated", "suspect", "silent", "unschedulable", "capacity", "suspend", "flush",
     "relocate", "grow", "retry",
@@ -98,16 +99,9 @@ class Config:
                 env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")
             ),
             sidecar_pull_secrets=_names(env, "TIERCHECK_SIDECAR_PULL_SECRETS"),
-            resync_seconds=seconds("resync", default.resync_seconds),
-            poll_seconds=seconds("poll", default.poll_seconds),
-            call_seconds=seconds("call", default.call_seconds),
-            progress_seconds=seconds("progress", default.progress_seconds),
             lease=_lease(env.get("TIERCHECK_LEASE", "")),
             identity=env.get("TIERCHECK_IDENTITY") or default.identity,
             terms=_parsed(env, "TIERCHECK_LEASE_SECONDS", default.terms, lambda text: Terms.of(float(text))),
-            watch_check_seconds=seconds("watch_check", default.watch_check_seconds),
-            watch_grace_seconds=seconds("watch_grace", default.watch_grace_seconds),
-            stuck_seconds=seconds("stuck", default.stuck_seconds),
             node_memory=NodeMemory(
                 path=_parsed(env, "TIERCHECK_NODE_MEMORY_PATH", NodeMemory.path, absolute_path),
                 keep_seconds=seconds("node_memory_keep", NodeMemory.keep_seconds),
@@ -115,6 +109,7 @@ class Config:
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             signs=_signs(env),
             webhook=_webhook(env),
+            **{f"{name}_seconds": seconds(name, getattr(default, f"{name}_seconds")) for name in _SECONDS},
             patience=Patience(**{name: seconds(name, getattr(default.patience, name)) for name in _PATIENCE}),
         )
 

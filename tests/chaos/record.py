@@ -14,9 +14,9 @@ from typing import Any
 from tests.simulation.checker import Checker, Entry, Step
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_cli.api_server import JOBS, PODS, ApiResource, Changed, Listing, Object
-from tiercheck_local.client import Client
+from tiercheck_local.client import Changed, Client, Listing
 from tiercheck_local.stage import condition_is, find_condition
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiResource, Object
 
 _SETTLED = 1.0
 """Seconds after which everything that happened by then has been heard of."""

@@ -21,11 +21,11 @@ from tests.sidecar.remote.s3 import faulty_proxy
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Proxy, Seen, proxying
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
 from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.stage import FAULTS, Fault, LaptopStage, condition_is, tier_step
+from tiercheck_operator.kubernetes.api_server import ApiFailure, Object
 
 ROOT = Path(__file__).parents[2]
 JOB = "chaos"
@@ -208,7 +208,7 @@ class StruckStage(LaptopStage):
             return fault
         try:
             return super().inflict(fault, worker, set(range(self.workers)) - {worker})
-        except RequestFailed:
+        except ApiFailure:
             if fault != "evict":  # else it was just replaced
                 raise
             return ""

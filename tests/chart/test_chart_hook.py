@@ -18,8 +18,8 @@ from tests.chart.releases import ACCOUNT, NAMESPACE, ROOT, install, objects, of_
 from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job
 from tests.sidecar.remote.s3 import faulty_proxy
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.metrics import Metrics
 
 
@@ -205,7 +205,7 @@ def test_nobody_else_makes_or_changes_what_marks_a_worker(
     cluster.apply(pod("plain", labels={"app": "web"}))
     cluster.apply(pod("plain", labels={"app": "other"}))
     for marked in (pod("plain", labels=OURS), pod("plain", **ATTACHED)):
-        with pytest.raises(RequestFailed, match="operator alone"):
+        with pytest.raises(ApiFailure, match="operator alone"):
             cluster.apply(marked)
 
     by_hand = short_job("claims", "default", attach={"owner": OWNER, "container": "c"})

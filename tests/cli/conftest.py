@@ -12,7 +12,9 @@ import yaml
 
 from tests.access import BOTH_SERVERS
 from tests.cli import recorded
-from tiercheck_cli.api_server import (
+from tiercheck_cli.login import open_local
+from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,
     CRDS,
     EVENTS,
@@ -20,11 +22,10 @@ from tiercheck_cli.api_server import (
     NAMESPACES,
     NODES,
     PODS,
+    ApiFailure,
     ApiResource,
     ApiServer,
-    RequestFailed,
 )
-from tiercheck_local.controlplane import ControlPlane, open_control_plane
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0
@@ -40,7 +41,7 @@ def plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def filled(plane: ControlPlane) -> Path:
     """The kubeconfig of a server that holds the recorded job, its pods, nodes, placement and Events."""
-    api = ApiServer.of(plane.kubeconfig)
+    api = open_local(plane.kubeconfig)
     try:
         api.create(CRDS, None, yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text()))
         api.create(NAMESPACES, None, {"metadata": {"name": recorded.NAMESPACE}})
@@ -73,7 +74,7 @@ def _created(api: ApiServer, resource: ApiResource, body: dict[str, Any]) -> dic
     while True:
         try:
             return api.create(resource, recorded.NAMESPACE, body)
-        except RequestFailed as failure:
-            if failure.code not in (403, 404) or time.monotonic() > end:
+        except ApiFailure as failure:
+            if failure.status not in (403, 404) or time.monotonic() > end:
                 raise
             time.sleep(0.1)

@@ -17,8 +17,8 @@ import yaml
 
 from tests.cli import recorded
 from tests.cli.shown import Ran, run
-from tiercheck_cli.api_server import ApiServer
-from tiercheck_cli.complete import complete
+from tiercheck_cli.commands import complete
+from tiercheck_cli.login import open_local
 from tiercheck_local.controlplane import ControlPlane, write_kubeconfig
 
 ROOT = Path(__file__).parents[2]
@@ -231,7 +231,7 @@ def test_the_charts_viewer_role_is_enough_and_gives_nothing_away(
 def _bound(admin: Path, role: dict[str, Any], folder: Path) -> Path:
     """The kubeconfig of a service account that has this role in the namespace of the recorded job, and no
     other."""
-    api = ApiServer.of(admin)
+    api = open_local(admin)
     rbac = "/apis/rbac.authorization.k8s.io/v1"
     accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
     try:

@@ -17,7 +17,7 @@ import yaml
 from tests.access import server_tls
 from tests.cli import recorded
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
-from tiercheck_cli.complete import complete
+from tiercheck_cli.commands import complete
 from tiercheck_cli.terminal import spell
 from tiercheck_operator.kubernetes.certificates import issue
 
@@ -127,9 +127,11 @@ class Answers(QuietHandler):
     """What the commands look at of the recorded job."""
 
     asked: ClassVar[list[str]] = []
+    tokens: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:  # noqa: N802
         self.asked.append(self.path)
+        self.tokens.append(self.headers.get("Authorization"))
         body = json.dumps(_object(self.path.partition("?")[0].rsplit("/", 1)[-1])).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -143,18 +145,49 @@ def _object(name: str) -> dict[str, Any]:
     return single.get(name) or {"items": lists.get(name, [])}
 
 
+def write_kubeconfig(path: Path, cluster: dict[str, Any], user: dict[str, Any]) -> Path:
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": user}],
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "kubeconfig"
     with listening(Answers, server_tls(issue("uid"), tmp_path)) as url:
-        config = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "c",
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-            "clusters": [{"name": "c", "cluster": {"server": url, "insecure-skip-tls-verify": True}}],
-            "users": [{"name": "u", "user": {"token": "t"}}],
-        }  # fmt: skip
-        path.write_text(yaml.safe_dump(config))
-        yield path
+        cluster = {"server": url, "insecure-skip-tls-verify": True}
+        yield write_kubeconfig(tmp_path / "kubeconfig", cluster, {"token": "t"})
+
+
+def test_token_of_another_program_is_fetched_anew_when_it_has_ended(tmp_path: Path) -> None:
+    program = (
+        'echo >> calls; printf \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
+        '"status": {"token": "t%d", "expirationTimestamp": "2020-01-01T00:00:00Z"}}\' $(wc -l < calls)'
+    )
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh", "args": ["-c", program]}
+    Answers.tokens.clear()
+    with listening(Answers) as url:
+        path = write_kubeconfig(tmp_path / "kubeconfig", {"server": url}, {"exec": plugin})
+        ran = start(
+            "status", recorded.NAME, "-n", recorded.NAMESPACE, "--wide", env={"KUBECONFIG": str(path)}
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert all(token and token.startswith("Bearer t") for token in Answers.tokens)
+    assert len(set(Answers.tokens)) == len(Answers.tokens) > 2
+
+
+def test_proxy_of_the_kubeconfig_is_used(tmp_path: Path) -> None:
+    Answers.asked.clear()
+    with listening(Answers) as url:
+        cluster = {"server": "http://api.invalid", "proxy-url": url}
+        path = write_kubeconfig(tmp_path / "kubeconfig", cluster, {"token": "t"})
+        ran = start("status", recorded.NAME, "-n", recorded.NAMESPACE, env={"KUBECONFIG": str(path)})
+    assert ran.returncode == 0, ran.stderr
+    assert Answers.asked[0].startswith("http://api.invalid/apis/tiercheck.io/")
 
 
 def test_certificate_that_is_not_checked_is_mentioned_once_however_many_requests_are_made(

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import CONFIG_MAPS, EVENTS, JOBS, PODS, SECRETS, SERVICES, Object
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import ObjectStore, in_bucket, job_manifest
 from tiercheck_local.stage import LaptopStage, condition_is, find_condition, tier_step
+from tiercheck_operator.kubernetes.api_server import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Object,
+)
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0

@@ -20,9 +20,9 @@ from tests.cluster.jobs import OPERATOR_ENV, PATIENCE, TRAINER, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.api_server import JOBS, PODS, SECRETS, ApiResource, Object
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.markers import free_ports
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, SECRETS, ApiResource, Object
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 

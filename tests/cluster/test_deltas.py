@@ -13,9 +13,9 @@ from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tests.cluster.trainer import undisturbed
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Kind
-from tiercheck_cli.api_server import JOBS, PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.stage import tier_step
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
 pytestmark = pytest.mark.cluster
 

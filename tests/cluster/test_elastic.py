@@ -13,8 +13,8 @@ import pytest
 from tests.cluster.jobs import PATIENCE, Job, Jobs, cordoned
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import JOBS, PODS
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
 pytestmark = pytest.mark.cluster
 

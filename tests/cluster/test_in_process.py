@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,11 +16,16 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import Job, Jobs
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import PODS
 
 pytestmark = pytest.mark.cluster
+RANKS = 4
 TRAINER = Path(__file__).with_name("staying_trainer.py")
+
+
+EACH_RANK = [("fsdp", 0), ("ddp", 1), ("tp", 2)]
+"""Rank 0 has the store; rank 1 shares its pod; 2 is the first of the other one."""
 
 
 @cache
@@ -39,10 +45,20 @@ def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
 
 
-def start(jobs: Jobs, kind: str, recovery: Mapping[str, Any] | None = None, **env: str) -> Job:
+def start(
+    jobs: Jobs, kind: str, recovery: Mapping[str, Any] | None = None, pods: int = RANKS, **env: str
+) -> Job:
+    """With fewer pods than ranks, for torchrun."""
     settings = {"KIND": kind, "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
-    command = [sys.executable, str(TRAINER)]
-    return jobs.start(4, env=settings, command=command, remote_every=None, recovery=recovery or {})
+    torchrun = [] if pods == RANKS else ["-m", "torch.distributed.run"]
+    return jobs.start(
+        pods,
+        env=settings,
+        command=[sys.executable, *torchrun, str(TRAINER)],
+        remote_every=None,
+        recovery=recovery or {},
+        procsPerWorker=RANKS // pods,
+    )
 
 
 def lines_of(job: Job) -> list[dict[str, Any]]:
@@ -52,7 +68,7 @@ def lines_of(job: Job) -> list[dict[str, Any]]:
 def assert_equal_losses(job: Job, kind: str) -> None:
     """Whatever was trained, also twice, gave the bits of the undisturbed run; nothing is missing."""
     job.wait_condition("Completed")
-    expected = undisturbed(kind, job.workers, max(line["step"] for line in lines_of(job)) + 1)
+    expected = undisturbed(kind, RANKS, max(line["step"] for line in lines_of(job)) + 1)
     found = {(line["rank"], line["step"]) for line in lines_of(job)}
     assert found == set(expected)
     other = [line for line in lines_of(job) if line["loss"] != expected[line["rank"], line["step"]]]
@@ -61,7 +77,7 @@ def assert_equal_losses(job: Job, kind: str) -> None:
 
 def assert_stayed(job: Job, lost: int) -> None:
     """The survivors' processes and the memory of their parameters are those of before."""
-    for rank in set(range(job.workers)) - {lost}:
+    for rank in set(range(RANKS)) - {lost}:
         mine = [line for line in lines_of(job) if line["rank"] == rank]
         assert len({line["attempt"] for line in mine}) == 2
         assert len({(line["pid"], line["at"]) for line in mine}) == 1, rank
@@ -115,6 +131,31 @@ def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalClus
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert_equal_losses(job, "ddp")
     assert_stayed(job, lost=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("fsdp", 3), *(pytest.param(*row, marks=pytest.mark.extended) for row in EACH_RANK)]
+)
+def test_rank_of_a_pod_is_replaced_and_those_beside_it_stay(
+    jobs: Jobs, cluster: LocalCluster, kind: str, lost: int
+) -> None:
+    job = start(jobs, kind, pods=2)
+    before = job.wait_trained(13)
+    os.kill(next(line["pid"] for line in lines_of(job) if line["rank"] == lost), signal.SIGKILL)
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert_equal_losses(job, kind)
+    assert_stayed(job, lost)
+
+
+@pytest.mark.extended
+def test_lost_pod_of_two_ranks_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = start(jobs, "fsdp", pods=2)
+    before = job.wait_trained(13)
+    cluster.api.delete(PODS, "default", job.pod_of(1), grace=0)
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (2, 2)
+    assert_equal_losses(job, "fsdp")
 
 
 @pytest.mark.extended

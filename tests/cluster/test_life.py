@@ -10,9 +10,9 @@ import pytest
 from tests.cluster.jobs import PATIENCE, Job, Jobs, cordoned
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tests.lives import Lives
-from tiercheck_cli.api_server import JOBS, RequestFailed
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import ObjectStore
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 
 pytestmark = pytest.mark.cluster
 
@@ -77,9 +77,9 @@ def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_af
         # its replacement has nowhere to go: the restore takes as long as we like
         job.inflict("evict", 1)
         job.wait_condition("Evictable", "False", "RestoreUnderWay")
-        with pytest.raises(RequestFailed, match="disruption budget") as refused:
+        with pytest.raises(ApiFailure, match="disruption budget") as refused:
             cluster.faults.evict_pod(job.pod_of(0))
-        assert refused.value.code == 429
+        assert refused.value.status == 429
     recovery = job.wait_recovered(before["attempt"])
     job.wait_condition("Evictable")
     job.hit("evict", 0)

@@ -11,8 +11,8 @@ import pytest
 from tests.cluster.jobs import OPERATOR_ENV, PATIENCE, Job, Jobs, Replicas
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.api_server import CONFIG_MAPS, NODES
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, NODES
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name, read_placement_data
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]

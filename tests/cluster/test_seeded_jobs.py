@@ -20,10 +20,10 @@ from tests.cluster.sharded_trainer import BATCH, SAMPLES, make_model, whole
 from tests.integrations.test_frameworks import NEEDS, command, needed, steps
 from tests.lives import Lives
 from tiercheck import ResumableSampler
-from tiercheck_cli.api_server import JOBS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
 from tiercheck_local.stage import tier_step
+from tiercheck_operator.kubernetes.api_server import JOBS
 
 pytestmark = pytest.mark.cluster
 

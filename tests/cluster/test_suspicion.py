@@ -14,10 +14,10 @@ from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import OPERATOR_ENV, PATIENCE, Job, Jobs, progress
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster, waits_warm
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.stage import find_condition
+from tiercheck_operator.kubernetes.api_server import NODES
 
 pytestmark = pytest.mark.cluster
 

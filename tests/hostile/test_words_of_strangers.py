@@ -17,7 +17,7 @@ from tiercheck_operator.app import Operator
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure, fill
+from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange
@@ -233,7 +233,7 @@ def test_status_that_makes_no_sense_is_not_read_as_one(status: Any) -> None:
 
 @pytest.mark.parametrize("name", ["../../victim/secrets", "a/b", "x?y=z", "x#y", "%2e%2e", "a b", "\n"])
 def test_name_is_one_segment_of_a_path_whatever_it_says(name: str) -> None:
-    path = fill("/apis/g/v1/namespaces/{namespace}/things/{name}", namespace="mine", name=name)
+    path = ApiResource("g/v1", "things").path("mine", name)
     assert path.count("/") == 7
     assert "?" not in path
     assert "#" not in path
@@ -241,8 +241,8 @@ def test_name_is_one_segment_of_a_path_whatever_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_what_is_no_name_makes_no_path(name: str) -> None:
-    with pytest.raises(ValueError, match="is no name"):
-        fill("/things/{name}", name=name)
+    with pytest.raises(ApiFailure, match="is no name"):
+        ApiResource("v1", "things").path("mine", name)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_what_is_no_name_makes_no_path(name: str) -> None:
 )
 def test_owner_is_looked_up_where_workloads_are_and_nowhere_else(owner: Owner) -> None:
     try:
-        path = owner.path("mine")
+        path = owner.resource("mine").path("mine", owner.name)
     except Unattachable:
         return
     assert path.startswith("/apis/batch/")

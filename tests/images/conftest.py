@@ -15,7 +15,7 @@ import pytest
 from tests.images.building import CACHE, TARGETS, Store, build_images, image_name, make_base
 from tests.images.pods import Image, Pod, StartPod
 from tiercheck.about import __version__
-from tiercheck_local.addresses import Octet
+from tiercheck_local.markers import Octet
 
 NEEDED = ("buildah", "debootstrap", "runc", "make", "git")
 

@@ -32,7 +32,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Branch, History
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 from tiercheck_local.node import environment
 from tiercheck_local.node.environment import PodFacts, Roots
 from tiercheck_operator.controller.attempt.directives import build_policy

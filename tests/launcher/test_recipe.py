@@ -8,11 +8,12 @@ from tests.launcher.launcher_harness import order
 from tiercheck.launcher.environment import command_environment
 from tiercheck.launcher.recipe import Recipe, recipe_of
 from tiercheck.protocol.directive import Phase
-from tiercheck.warm.variables import cannot_be_applied, named_in
+from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
+from tiercheck.warm.variables import cannot_be_applied
 
 
-def shebang(name: str) -> tuple[str, str]:
-    return f"/bin/{name}", "/bin/python3"
+def locate(name: str) -> tuple[str, str]:
+    return f"/bin/{name}", "/bin/python3" if name == "torchrun" else ""
 
 
 @pytest.mark.parametrize(
@@ -25,18 +26,19 @@ def shebang(name: str) -> tuple[str, str]:
             Recipe("python3.12", ("-u", "-X", "dev", "-Wignore"), "t.py", ("-u",)),
         ),
         ("python -m pkg.train -m x", Recipe("python", (), "pkg.train", ("-m", "x"), module=True)),
+        ("torchrun t.py -m", Recipe("/bin/python3", ("-u",), "t.py", ("-m",), each_rank=True)),
         (
-            "torchrun --nnodes 2 t.py",
-            Recipe("/bin/python3", (), "/bin/torchrun", ("--nnodes", "2", "t.py"), torchrun=True),
+            "python -X dev -m torch.distributed.run --nproc-per-node 2 --module pkg.train --x",
+            Recipe("/bin/python", ("-u",), "pkg.train", ("--x",), True, True),
         ),
         (
-            "python -m torch.distributed.run t.py",
-            Recipe("python", (), "torch.distributed.run", ("t.py",), True, True),
+            "python bin/torchrun --nproc_per_node=2 t.py",
+            Recipe("/bin/python", ("-u",), "t.py", (), False, True),
         ),
     ],
 )
 def test_understood(command: str, recipe: Recipe) -> None:
-    assert recipe_of(command.split(), shebang) == recipe
+    assert recipe_of(command.split(), {ENV_PROCS_PER_WORKER: "2"}, locate) == recipe
 
 
 @pytest.mark.parametrize(
@@ -47,15 +49,23 @@ def test_understood(command: str, recipe: Recipe) -> None:
         "python -uO t.py", "python - x", "python -x t.py", "python -W", "python -m", "pypy3 t.py",
         "accelerate launch t.py",
         "python2.7 t.py", "python3-dbg t.py",
+        "torchrun", "torchrun --nproc-per-node 8 t.py", "torchrun --nproc-per-node",
+        "torchrun --standalone t.py", "torchrun --max-restarts=3 t.py", "torchrun --tee 3 t.py",
     ],
 )  # fmt: skip
 def test_not_understood(command: str) -> None:
-    assert recipe_of(command.split(), shebang) is None
+    assert recipe_of(command.split(), {ENV_PROCS_PER_WORKER: "2"}, locate) is None
+
+
+def test_torchrun_that_does_more_than_to_start_ranks_is_not_understood() -> None:
+    assert recipe_of(["torchrun", "t.py"], {"PET_MASTER_ADDR": "host", "PET_RDZV_ID": "7"}, locate)
+    assert recipe_of(["torchrun", "t.py"], {"PET_LOG_DIR": "/logs"}, locate) is None
+    assert recipe_of(["torchrun", "t.py"], {}, lambda name: ("", "")) is None
 
 
 def test_what_python_will_call_its_original_arguments() -> None:
     for command in ("python3 -u train.py a", "python -m x y"):
-        recipe = recipe_of(command.split())
+        recipe = recipe_of(command.split(), {}, locate)
         assert recipe is not None
         assert recipe.command == command.split()
 
@@ -67,17 +77,3 @@ def test_whatever_an_attempt_sets_may_still_be_set_when_torch_is_there() -> None
     assert not cannot_be_applied(base, changed)
     assert cannot_be_applied(base, {**changed, "OMP_NUM_THREADS": "1"}) == "OMP_NUM_THREADS"
     assert cannot_be_applied(base, {"TIERCHECK_POD_IP": "127.0.0.1"}) == "PATH"
-
-
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ("os.environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
-        ('os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "x")', "PYTORCH_CUDA_ALLOC_CONF"),
-        ("os.environ['TORCH_NCCL_BLOCKING_WAIT']; os.environ['CUDA_VISIBLE_DEVICES']", ""),
-        ("os.environ['TORCHELASTIC_RUN_ID'], os.environ['LOCAL_RANK']", ""),
-        ("print('OMP_NUM_THREADS')", ""),
-    ],
-)
-def test_script_that_names_what_torch_reads_at_import_is_known(source: str, named: str) -> None:
-    assert named_in(source) == named

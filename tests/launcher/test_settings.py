@@ -19,7 +19,7 @@ from tiercheck.launcher.environment import seconds_of
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 
 @pytest.mark.parametrize("text", ["ten", "10s", "nan", "-1", "٣x", "1e", "\udcff", "[" * 5000])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.json import Decoder
 
 from tiercheck_local.apiserver.store.patch import merge
-from tiercheck_operator.kubernetes.client import METADATA_ONLY, ApiFailure, Kube, ObjectMetadata
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import FencedServer, Kube, ObjectMetadata
 
 Object = dict[str, Any]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,25 @@ class Call:
         return self.path.removesuffix("/status").rpartition("/")[2]
 
 
+class AnsweringServer(FencedServer):
+    """Every request is `answer`'s, in the thread that asks."""
+
+    def __init__(self, answer: Callable[[str, str, Any], Object]) -> None:
+        self.answer, self.may_write, self._known = answer, lambda: True, {}
+
+    def request(self, method: str, path: str, body: object = None) -> Object:
+        return self.answer(method, path, body)
+
+    def list_page(self, path: str) -> tuple[list[ObjectMetadata], str]:
+        text = json.dumps([each["metadata"] for each in self.answer("GET", path, None)["items"]])
+        return Decoder(list[ObjectMetadata]).decode(text), ""
+
+
 class ApiModel(Kube):
     """`refused`: by method, what is answered instead."""
 
     def __init__(self, objects: Mapping[str, Object] | None = None, **refused: ApiFailure) -> None:
+        self.server = AnsweringServer(self.call)
         self.objects = dict(objects or {})
         self.refused = refused
         self.calls: list[Call] = []
@@ -65,10 +82,10 @@ class ApiModel(Kube):
         self.objects[path] = made
         return copy.deepcopy(made)
 
-    async def _call(self, method: str, path: str, body: Any = None, accept: str = "") -> Object:
-        return self.call(method, path, body, accept)
+    async def run(self, call: Callable[[], R]) -> R:
+        return call()
 
-    def call(self, method: str, path: str, body: Any = None, accept: str = "") -> Object:
+    def call(self, method: str, path: str, body: Any = None) -> Object:
         path, _, query = path.partition("?")
         sent: Object = dict(body or {})
         metadata: Object = sent.get("metadata") or {}
@@ -81,9 +98,9 @@ class ApiModel(Kube):
             self.written.set()
         if method in self.refused:
             raise self.refused[method]
-        return self._answer(method, path.removesuffix("/status"), sent, accept == METADATA_ONLY)
+        return self._answer(method, path.removesuffix("/status"), sent)
 
-    def _answer(self, method: str, path: str, sent: Object, only_metadata: bool) -> Object:
+    def _answer(self, method: str, path: str, sent: Object) -> Object:
         known, given = self.objects.get(path), sent.get("metadata") or {}
         if method in ("POST", "EVICT"):
             if method == "POST" and known is not None:
@@ -91,9 +108,6 @@ class ApiModel(Kube):
             return self.put(path, sent) if method == "POST" else {}
         if known is None:
             raise ApiFailure(404, "not found")
-        if only_metadata:
-            text = json.dumps([each["metadata"] for each in known["items"]])
-            return {"items": Decoder(list[ObjectMetadata]).decode(text), "more": ""}
         if method == "GET":
             return copy.deepcopy(known)
         if method == "DELETE":

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.operator.world_in_memory import World, make_spec
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.metrics import Metrics, Pages

@@ -18,11 +18,11 @@ from tests.access import load
 from tests.cluster.jobs import Replicas
 from tests.operator.kubernetes.proxy import deaf_to_watches
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import RequestFailed
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.markers import free_ports
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.election import Terms
 from tiercheck_operator.kubernetes.object_reader import Access
 
@@ -73,8 +73,8 @@ def condition(cluster: LocalCluster, name: str, kind: str) -> dict[str, Any]:
 def gone(cluster: LocalCluster, name: str) -> bool:
     try:
         cluster.api.request("GET", f"{JOBS}/{name}")
-    except RequestFailed as failure:
-        return failure.code == 404
+    except ApiFailure as failure:
+        return failure.status == 404
     return False
 
 

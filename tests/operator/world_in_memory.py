@@ -22,7 +22,8 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.execute import RefusalMemory
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
-from tiercheck_operator.kubernetes.client import ApiFailure, NameTaken
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import NameTaken
 from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.actions import (
     Action,

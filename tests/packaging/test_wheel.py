@@ -73,7 +73,7 @@ def test_wheel_brings_the_command_under_both_of_its_names(unpacked: Path) -> Non
     scripts = (info / "entry_points.txt").read_text()
     for name in ("tiercheck", "kubectl-tiercheck"):
         assert f"\n{name} = tiercheck_cli.main:main" in scripts
-    assert "\nkubectl_complete-tiercheck = tiercheck_cli.complete:main" in scripts
+    assert "\nkubectl_complete-tiercheck = tiercheck_cli.commands:print_completions" in scripts
 
 
 def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> None:

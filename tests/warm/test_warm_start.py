@@ -16,9 +16,10 @@ import pytest
 
 from tests.launcher.launcher_harness import Launched, alive, order
 from tests.scripted_sidecar import until
+from tiercheck.launcher.recipe import Recipe
 from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.directive import Phase
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -272,7 +273,8 @@ def test_it_is_no_batch_work_any_more_when_it_is_told_to_become_the_command(
     ours, theirs = socket.socketpair()
     watched = Watched(fileno=ours.detach())
     monkeypatch.setattr("tiercheck.launcher.warm.socket.socketpair", lambda: (watched, theirs))
-    interpreter = WarmInterpreter([sys.executable, str(path)], {"PYTHONPATH": str(ROOT)})
+    command = Recipe(sys.executable, (), str(path), ())
+    interpreter = WarmInterpreter(command.command, command, {"PYTHONPATH": str(ROOT)})
     interpreter.prepare()
     pid = interpreter.pid
     assert pid is not None
@@ -329,9 +331,13 @@ seen = {
     "name": __name__,
     "leader": os.getsid(0) == os.getpid(), "through": sys.stdout.write_through, "file": __file__,
     "visible": "torch._dynamo" in sys.modules,
+    "environ": {k: v for k, v in sorted(os.environ.items()) if k not in
+        ("MASTER_PORT", "PET_MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+        and not k.startswith("TIERCHECK_")},
 }
 secret = [multiprocessing.current_process().authkey.hex(), numpy.random.random(), torch.initial_seed()]
-os.write(1, (json.dumps([seen, [os.getppid(), secret, __import__("time").process_time()]]) + "\\n").encode())
+os.write(1, (json.dumps([seen, [os.getppid(), os.getpid(), secret]]) + "\\n").encode())
 dist.destroy_process_group()
 if "fail" in sys.argv:
     os._exit(3 + dist_rank) if (dist_rank := int(os.environ["RANK"])) else __import__("time").sleep(600)
@@ -342,41 +348,46 @@ def ranks_of(launched: Launched, count: int) -> list[Any]:
     return sorted((json.loads(launched.line()) for _ in range(count)), key=lambda each: int(each[0]["rank"]))
 
 
-def test_torchrun_and_its_two_ranks_are_the_same_warm_and_cold(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_as_torchrun_itself_starts_them(launch: Launch, tmp_path: Path) -> None:
+    """With `--role default`, which says what holds anyway, the user's torchrun runs as it is."""
     path = tmp_path / "train.py"
     path.write_text(RANK)
     found = []
-    for warm in (True, False):
+    for command, warm in (
+        ([*TORCHRUN], True),
+        ([*TORCHRUN], False),
+        ([*TORCHRUN, "--role", "default"], True),
+    ):
         launched = launch(
-            [*TORCHRUN, str(path), "x"], warm=warm, TIERCHECK_PROCS_PER_WORKER="2", cleared="OMP_NUM_THREADS"
+            [*command, str(path), "x"], warm=warm, TIERCHECK_PROCS_PER_WORKER="2", cleared="OMP_NUM_THREADS"
         )
-        agent = waiting(launched) if warm else 0
+        ready = waiting(launched) if warm and command == TORCHRUN else 0
         launched.sidecar.say(torchrun_order(1))
         ranks = ranks_of(launched, 2)
-        if warm:
-            assert {own[0] for _, own in ranks} == {agent}
-            assert all(
-                own[2] < 1.0 for _, own in ranks
-            )  # CPU seconds of a process that had nothing to import
-        secrets = [own[1] for _, own in ranks]
+        if command == TORCHRUN:
+            assert {own[0] for _, own in ranks} == {launched.process.pid}
+        if ready:
+            assert ready in {own[1] for _, own in ranks}
+        secrets = [own[2] for _, own in ranks]
         assert all(left != right for left, right in zip(*secrets, strict=True))
         assert launched.sidecar.hears("exited", 1).exit_code == 0
         found.append([seen for seen, _ in ranks])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert [seen["sum"] for seen in found[0]] == [3, 3]
     assert [seen["omp"] for seen in found[0]] == [1, 1]
 
 
-def test_rank_that_fails_under_warm_torchrun_ends_the_others_and_the_attempt(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_rank_that_fails_is_reported_while_the_others_wait(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(RANK)
     launched = launch([*TORCHRUN, str(path), "fail"], TIERCHECK_PROCS_PER_WORKER="2", OMP_NUM_THREADS="1")
-    agent = waiting(launched)
     launched.sidecar.say(torchrun_order(1))
-    assert {own[0] for _, own in ranks_of(launched, 2)} == {agent}
-    assert launched.sidecar.hears("exited", 1).exit_code == 1
+    (_, (_, waits, _)), _ = ranks_of(launched, 2)
+    assert launched.sidecar.hears("exited", 1).exit_code == 4
+    assert alive(waits)
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+    assert not alive(waits)
 
 
 def torchrun_order(attempt: int) -> Any:

@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import CGROUP, OutOfMemory, RelayedOutput, dump_stacks
 from tiercheck.launcher.environment import RunningCheck, command_environment, seconds_of, torch_missing
 from tiercheck.launcher.sidecar_line import SidecarLine
-from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
+from tiercheck.launcher.training_command import CannotStart, TrainingCommand
+from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import LauncherEvent, Order
@@ -52,13 +54,13 @@ class Launcher:
     def __init__(
         self, command: Sequence[str], run_dir: Path, environment: Mapping[str, str], stop_seconds: float
     ) -> None:
-        self._command = command
-        self._environment = environment
+        self._command = TrainingCommand(command, environment)
+        self._warm, self._errors = self._command.warm, self._command.errors
+        self._running = self._command.running
         self._stop_seconds = stop_seconds
         self._line = SidecarLine(run_dir / SOCKET_NAME)
         self._marker = run_dir / "launcher.attempt"
         self._order: Order | None = None
-        self._pid: int | None = None
         self._attempt = 0
         """Of the command that runs or ran last."""
         self._state = LauncherEvent("idle", 0)
@@ -75,9 +77,6 @@ class Launcher:
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
         """Newest attempt whose stacks were asked for."""
-        self._errors = RelayedOutput()
-        """What the command writes to stderr."""
-        self._warm = WarmInterpreter(command, environment, self._errors.writing)
         self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
@@ -90,8 +89,6 @@ class Launcher:
         """Which one failed last, and when it may run again."""
         self._fault = ""
         """Of our own, the last one that was printed."""
-        self._failed_to_become: Order | None = None
-        """The interpreter that was to run this order died before it could."""
 
     def run(self) -> int:
         """Until told to finish, or until the command has ended after a signal to stop."""
@@ -122,8 +119,6 @@ class Launcher:
                 elif key.data == "sidecar":
                     self._on_orders()
             self._collect()
-            if self._stays:
-                self._keep()
             return None if self._busy or self._check is not None else self._next()
         except Exception as error:
             if not self._busy:
@@ -179,26 +174,37 @@ class Launcher:
     def _collect(self) -> None:
         """Reap; see to it that the command ends when it was told to, with everything it started."""
         ended = processes.reap()
-        if any([self._warm.ended(pid) for pid in ended]):
-            self._failed_to_become = self._order
-        if self._pid is not None and self._pid in ended:
-            self._exit_code = ended[self._pid]
-            self._sweeping = True
+        unborn = {pid for pid in ended if self._warm.ended(pid)}
+        for local, pid in list(self._running.items()):
+            if pid in unborn and self._order is not None and self._stop_deadline is None:
+                self._execute(partial(self._command.start, self._order, local), self._order)
+            elif pid in ended:
+                self._rank_ended(local, ended[pid])
         self._warm.check()
-        overdue = self._stop_deadline is not None and time.monotonic() >= self._stop_deadline
-        if self._sweeping or overdue:
+        if self._sweeping or self._overdue or self._superseded:
             self._kill_rest()
         if self._check is not None:
             if self._check.pid in ended:
                 self._check.ended(ended[self._check.pid])
             self._judge(self._check)
 
+    def _rank_ended(self, local: int, code: int) -> None:
+        """The first that fails is what the command ends with, and is reported at once: others may wait for
+        it."""
+        del self._running[local]
+        self._sweeping = not self._running
+        first = code != 0 and self._exit_code == 0
+        if first:
+            self._exit_code = code
+        if first and self._running and self._stop_deadline is None and self._signalled is None:
+            self._tell_exit()
+
     def _judge(self, check: RunningCheck) -> None:
         """Of a health check that is over, or that nobody wants any more."""
         order = self._order
         wanted = order is not None and (order.attempt, order.health_check) == (check.attempt, check.wanted)
         wanted = wanted and order is not None and order.phase is not Phase.FINISH and self._signalled is None
-        if (wanted and not check.over) or not check.kill(self._warm.pid):
+        if (wanted and not check.over) or not check.kill(self._warm.waiting):
             return
         if wanted and (failure := check.failure()):
             self._check_failed = (check.wanted, time.monotonic() + _CHECK_AGAIN_AFTER)
@@ -209,12 +215,17 @@ class Launcher:
         check.close()
 
     def _kill_rest(self) -> None:
-        """Until nothing of the command is there. What SIGKILL does not end holds on to its memory, also the
-        GPU's."""
-        left = processes.kill_descendants(self._warm.pid)
+        """Until nothing of the command is there but what stays. What SIGKILL does not end holds on to its
+        memory, also the GPU's."""
+        may = "stays" if self._overdue or self._sweeping else "listens"
+        spared = {pid for local, pid in self._running.items() if self._may(local, may)}
+        left = processes.kill_descendants(self._warm.waiting | spared)
         if not left:
+            self._killing_since = None
             if self._sweeping:
                 self._ended()
+            elif self._stays:
+                self._keep()
             return
         now = time.monotonic()
         if self._killing_since is None:
@@ -235,33 +246,44 @@ class Launcher:
 
     @property
     def _busy(self) -> bool:
-        return self._pid is not None
+        return bool(self._running) or self._sweeping
+
+    @property
+    def _overdue(self) -> bool:
+        return self._stop_deadline is not None and time.monotonic() >= self._stop_deadline
+
+    @property
+    def _superseded(self) -> bool:
+        """Whether the running command is of an older attempt than the one that is wanted."""
+        order = self._order
+        newer = order is not None and order.attempt > self._attempt and order.phase is not Phase.FINISH
+        return newer and self._busy
+
+    def _may(self, local: int, what: str) -> bool:
+        """Whether a running process may outlive its attempt: all of its ranks are in `what` of the order,
+        "listens" or "stays"."""
+        order = self._order
+        if order is None or not self._superseded or self._signalled is not None:
+            return False
+        if order.health_check is not None and len(self._running) < len(self._command.places(order)):
+            return False  # it is for a place where nothing else runs
+        return set(self._command.ranks_of(local, order)) <= set(getattr(order, what))
 
     @property
     def _stays(self) -> bool:
-        """Whether the running command has left the step of its attempt, and waits for a newer one."""
-        order = self._order
-        return (
-            self._busy
-            and not self._sweeping
-            and order is not None
-            and order.stays
-            and order.attempt > self._attempt
-            and order.phase is not Phase.FINISH
-            and self._signalled is None
-        )
+        """Whether all that runs has left the step of its attempt, and waits for a newer one."""
+        return bool(self._running) and all(self._may(local, "stays") for local in self._running)
 
     def _keep(self) -> None:
-        """It will be the command of the newer attempt, and from its release on it is."""
+        """It will be of the newer attempt, and from its release on it is, with what is started beside it."""
         order = self._order
         assert order is not None
         self._stop_deadline = None
+        staying = sum(len(self._command.ranks_of(local, order)) for local in self._running)
         if order.phase is Phase.RELEASE:
-            self._attempt = order.attempt
-            self._marker.write_text(str(order.attempt))
-            self._tell(LauncherEvent("started", order.attempt))
-        elif (self._state.event, self._state.attempt) != ("idle", order.attempt):
-            self._tell(LauncherEvent("idle", order.attempt, stays=True))
+            self._start_ranks(order)
+        elif self._state != (idle := LauncherEvent("idle", order.attempt, stays=staying)):
+            self._tell(idle)
 
     def _follow(self, order: Order) -> None:
         """A running command of another attempt, or of a job that is over, has to stop; one that hangs is
@@ -274,28 +296,29 @@ class Launcher:
         elif self._busy and order.attempt > self._attempt and not self._stays:
             # Where that begins is decided, so what this one would still save is of no use, and all others
             # wait for its end.
-            deadline = time.monotonic() + order.interrupt_seconds
+            waits = any(self._may(local, "listens") for local in self._running)
+            deadline = time.monotonic() + (order.interrupt_seconds if waits else 0.0)
             self._stop_deadline = min(self._stop_deadline or deadline, deadline)
 
     def _stop(self, number: int) -> None:
-        if self._pid is None or self._stop_deadline is not None:
+        if not self._busy or self._stop_deadline is not None:
             return
         self._stop_deadline = time.monotonic() + self._stop_seconds
-        processes.send_signal(self._pid, number)
+        for pid in self._running.values():
+            processes.send_signal(pid, number)
 
     def _ended(self) -> None:
         """The command and all that it started are gone."""
         stopped = self._stop_deadline is not None
-        self._pid = None
         self._sweeping = False
         self._stop_deadline = None
-        self._killing_since = None
-        order, self._failed_to_become = self._failed_to_become, None
-        if order is not None and not stopped and self._signalled is None:
-            self._execute(order)
-        elif not stopped or self._signalled is not None:
-            said = self._errors.last_lines()
-            self._tell(_exited(self._attempt, self._exit_code, self._out_of_memory.verdict(), said))
+        if not stopped or self._signalled is not None:
+            self._tell_exit()
+
+    def _tell_exit(self) -> None:
+        if (self._state.event, self._state.attempt) != ("exited", self._attempt):
+            out_of_memory, said = self._out_of_memory.verdict(), self._errors.last_lines()
+            self._tell(_exited(self._attempt, self._exit_code, out_of_memory, said))
 
     def _next(self) -> int | None:
         """Nothing runs: what now? Returns the container's exit code when its work is over."""
@@ -333,7 +356,9 @@ class Launcher:
             if failed == wanted and time.monotonic() < again:
                 return False
         try:
-            self._check = RunningCheck(wanted, order.attempt, command_environment(self._environment, order))
+            self._check = RunningCheck(
+                wanted, order.attempt, command_environment(self._command.environment, order)
+            )
         except OSError as error:
             self._tell(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
             return False
@@ -349,31 +374,31 @@ class Launcher:
             self._tell(LauncherEvent("exited", order.attempt, 137, names.CONTAINER_RESTARTED, message))
             return
         if not self._checked:
-            if message := torch_missing(self._command):
+            if message := torch_missing(self._command.given):
                 self._tell(LauncherEvent("exited", order.attempt, 1, names.TORCH_MISSING, message))
                 return
             self._checked = True
+        self._start_ranks(order)
+        failpoint("after-spawn")
+
+    def _start_ranks(self, order: Order) -> None:
+        """All that do not run yet."""
+        self._attempt, self._exit_code = order.attempt, 0
         self._marker.write_text(str(order.attempt))
         self._out_of_memory.begin()
         self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
-        self._pid = self._warm.release(command_environment(self._environment, order))
-        if self._pid is None:
-            self._execute(order)
-        else:
+        if self._execute(partial(self._command.start_missing, order), order):
             self._tell(LauncherEvent("started", order.attempt))
-        failpoint("after-spawn")
 
-    def _execute(self, order: Order) -> None:
-        """Start the command with a new interpreter."""
+    def _execute(self, start: Callable[[], None], order: Order) -> bool:
+        """False: it cannot be executed, as is reported."""
         try:
-            environment = command_environment(self._environment, order)
-            self._pid = processes.start(self._command, environment, errors=self._errors.writing)
-        except OSError as error:
-            self._tell(_cannot_start(order.attempt, "the trainer container", self._command[0], error))
-            return
-        if (self._state.event, self._state.attempt) != ("started", order.attempt):
-            self._tell(LauncherEvent("started", order.attempt))
+            start()
+        except CannotStart as cannot:
+            self._tell(_cannot_start(order.attempt, "the trainer container", cannot.program, cannot.error))
+            return False
+        return True
 
     def _prepare(self) -> None:
         """Make the next interpreter ready: while there is nothing to run, or when the command has had time to
@@ -408,7 +433,7 @@ class Launcher:
             pauses.append(_SWEEP_EVERY)
         if not self._line.connected:
             pauses.append(_CONNECT_EVERY)
-        if self._sweeping:
+        if self._sweeping or self._killing_since is not None:
             pauses.append(_SWEEP_EVERY)
         if self._stuck(time.monotonic()):
             return _SWEEP_STUCK_EVERY

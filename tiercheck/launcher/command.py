@@ -200,12 +200,13 @@ def send_signal(pid: int, number: int) -> None:
         return
 
 
-def kill_descendants(spared: int | None = None) -> set[int]:
+def kill_descendants(spared: Collection[int] = ()) -> set[int]:
     """SIGKILL to everything below this process, as torchrun puts its workers into sessions of their own.
 
-    Not to the child `spared`. Returns what was there.
+    Not to the children `spared`, and to nothing below them. Returns what was there.
     """
-    found = descendants(os.getpid(), parents()) - {spared}
+    parent_of = {pid: parent for pid, parent in parents().items() if pid not in spared}
+    found = descendants(os.getpid(), parent_of)
     for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)

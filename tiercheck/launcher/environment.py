@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tiercheck.launcher import command as processes
@@ -39,8 +39,11 @@ def seconds_of(environment: Mapping[str, str], name: str, usual: float) -> float
     return usual
 
 
-def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]:
-    """The environment of the training command for `order`; `base` is the container's own."""
+def command_environment(
+    base: Mapping[str, str], order: Order, local_rank: int | None = None
+) -> dict[str, str]:
+    """The environment for `order` of the training command, or of one `local_rank` that the launcher starts as
+    torchrun would; `base` is the container's own."""
     environment = {
         **base,
         ENV_ATTEMPT: str(order.attempt),
@@ -64,16 +67,30 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
         environment[ENV_JOINS] = "1"
     if pod_ip := base.get(ENV_POD_IP):
         environment["PET_LOCAL_ADDR"] = pod_ip
-    if order.procs_per_worker == 1:
+    if local_rank is None and order.procs_per_worker > 1:
+        return environment
+    size, local = order.procs_per_worker, local_rank or 0
+    environment |= {
+        "RANK": str(order.worker * size + local),
+        "WORLD_SIZE": str(order.workers * size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(size),
+        # Lightning takes the rank from the number of the node.
+        "GROUP_RANK": str(order.worker),
+        "GROUP_WORLD_SIZE": str(order.workers),
+    }
+    if local_rank is None:
+        environment["NODE_RANK"] = str(order.worker)
+    else:
         environment |= {
-            "RANK": str(order.worker),
-            "WORLD_SIZE": str(order.workers),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            # Lightning takes the rank from the number of the node.
-            "GROUP_RANK": str(order.worker),
-            "GROUP_WORLD_SIZE": str(order.workers),
-            "NODE_RANK": str(order.worker),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": environment["RANK"],
+            "ROLE_WORLD_SIZE": environment["WORLD_SIZE"],
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 has the store
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
     return environment
 
@@ -114,8 +131,10 @@ def torch_missing(command: Sequence[str]) -> str:
 def interpreter_of(script: Path) -> str:
     """The interpreter in the script's first line, or nothing."""
     with open(script, "rb") as file:
-        first = os.fsdecode(file.readline(4096)).strip()
-    return first[2:].split()[0] if first.startswith("#!") and "python" in first else ""
+        words = os.fsdecode(file.readline(4096)).strip().removeprefix("#!").split()
+    if words and Path(words[0]).name == "env":
+        words = [shutil.which(words[1]) or ""] if len(words) == 2 else []
+    return words[0] if words and Path(words[0]).name.startswith("python") else ""
 
 
 _LAST_WAIT = 2.0
@@ -158,7 +177,7 @@ class RunningCheck:
         """Seconds until it is over at the latest."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def kill(self, spared: int | None) -> bool:
+    def kill(self, spared: Collection[int]) -> bool:
         """SIGKILL to all of it. Whether nothing is left, or it has become clear that it stays."""
         left = processes.kill_descendants(spared)
         if not left:

@@ -1,22 +1,32 @@
-"""What a command line will make Python do, so that an interpreter that is already up can do just that.
+"""What a command line will make Python do, so that the launcher can do just that itself.
 
-Only what is fully understood is warm: `python [flags] script arguments`, `python [flags] -m module arguments`
-and `torchrun arguments`. Anything else has no recipe, and starts as it always did.
+Only what is fully understood: `python [flags] script arguments`, `python [flags] -m module arguments`, and
+torchrun without options that change what its ranks are. Anything else has no recipe, and runs as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?$")
 _ALONE = frozenset({"-u", "-O", "-OO", "-B", "-s", "-P", "-q", "-b", "-bb", "-d", "-v"})
 """Flags without a value. Not -E, -I and -S: without PYTHONPATH and site the library may not be found; not -i
 and -x."""
 _WITH_VALUE = ("-W", "-X")
-_TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
+_TORCHRUN = "torch.distributed.run"
+_OF_AN_ATTEMPT = frozenset(
+    f"PET_{name}"
+    for name in (
+        "NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_ADDR",
+        "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "STANDALONE",
+    )
+)  # fmt: skip
+"""torchrun's options as variables that TierCheck sets or takes away, or that only its agents read."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,8 @@ class Recipe:
     target: str
     arguments: tuple[str, ...]
     module: bool = False
-    torchrun: bool = False
-    """It starts ranks of its own, as children."""
+    each_rank: bool = False
+    """It is what torchrun would start for each rank."""
 
     @property
     def command(self) -> list[str]:
@@ -38,14 +48,15 @@ class Recipe:
 
 
 def recipe_of(
-    command: Sequence[str], shebang: Callable[[str], tuple[str, str]] = lambda name: ("", "")
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    locate: Callable[[str], tuple[str, str]],
 ) -> Recipe | None:
-    """None: start it cold. `shebang(program)` gives the path and the interpreter of a program on the PATH, or
-    nothing."""
+    """None: run it as it is, with a new interpreter. `locate(program)` gives the path of a program on the
+    PATH, and the interpreter that a script names; empty: it is not there, or names none."""
     name = Path(command[0]).name
     if name == "torchrun":
-        path, interpreter = shebang(command[0])
-        return Recipe(interpreter, (), path, tuple(command[1:]), torchrun=True) if interpreter else None
+        return _recipe_of_ranks(locate(command[0])[1], command[1:], environment)
     if not _PYTHON.match(name):
         return None
     flags: list[str] = []
@@ -64,5 +75,26 @@ def recipe_of(
         rest.pop(0)
     if not rest or not rest[0]:
         return None
-    torchrun = rest[0] in _TORCHRUN_MODULES if module else Path(rest[0]).name == "torchrun"
-    return Recipe(command[0], tuple(flags), rest[0], tuple(rest[1:]), module, torchrun)
+    if rest[0] == _TORCHRUN if module else Path(rest[0]).name == "torchrun":
+        return _recipe_of_ranks(locate(command[0])[0], rest[1:], environment)
+    return Recipe(command[0], tuple(flags), rest[0], tuple(rest[1:]), module)
+
+
+def _recipe_of_ranks(
+    interpreter: str, options: Sequence[str], environment: Mapping[str, str]
+) -> Recipe | None:
+    """Of a torchrun with these options (torch/distributed/run.py). None: it does more than to start ranks."""
+    if not interpreter or any(name.startswith("PET_") and name not in _OF_AN_ATTEMPT for name in environment):
+        return None
+    ranks = environment.get(ENV_PROCS_PER_WORKER, "1")
+    rest, module = list(options), False
+    while rest and rest[0].startswith("-"):
+        option, _, value = rest.pop(0).partition("=")
+        if option in ("-m", "--module") and not value:
+            module = True
+        elif option in ("--nproc-per-node", "--nproc_per_node"):
+            if (value or (rest.pop(0) if rest else "")) != ranks:
+                return None
+        else:
+            return None
+    return Recipe(interpreter, ("-u",), rest[0], tuple(rest[1:]), module, each_rank=True) if rest else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -19,9 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tiercheck.launcher import command as processes
-from tiercheck.launcher.environment import interpreter_of
-from tiercheck.launcher.recipe import Recipe, recipe_of
-from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
+from tiercheck.launcher.recipe import Recipe
 
 ENV_WARM = "TIERCHECK_WARM"
 """0: every attempt starts with a new interpreter."""
@@ -41,15 +38,17 @@ class WarmInterpreter:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], errors: int | None = None
+        self,
+        command: Sequence[str],
+        recipe: Recipe | None,
+        environment: Mapping[str, str],
+        errors: int | None = None,
     ) -> None:
+        """`command`: what a cold start executes; `recipe`: how to become it."""
         self._command = list(command)
         self._errors = errors
         self._environment = dict(environment)
-        self._recipe = _recipe(command) if environment.get(ENV_WARM, "1") != "0" else None
-        self._expected: dict[str, str] = {}
-        if self._recipe is not None and self._recipe.torchrun:
-            self._for_ranks()
+        self._recipe = recipe if environment.get(ENV_WARM, "1") != "0" else None
         self._channel: socket.socket | None = None
         self._received = b""
         self._deaths = 0
@@ -65,6 +64,11 @@ class WarmInterpreter:
         return self._recipe is not None and self._channel is None
 
     @property
+    def waiting(self) -> set[int]:
+        """The pid of the one that waits."""
+        return set() if self.pid is None else {self.pid}
+
+    @property
     def channel(self) -> socket.socket | None:
         """For a selector, while there is an interpreter that may say something."""
         return self._channel
@@ -74,12 +78,11 @@ class WarmInterpreter:
         recipe = self._recipe
         assert recipe is not None
         ours, theirs = socket.socketpair()
-        flags = [*recipe.flags, *(["-u"] if recipe.torchrun and "-u" not in recipe.flags else [])]
         arguments = [str(theirs.fileno()), json.dumps(asdict(recipe)), json.dumps(self._command)]
         try:
             self.pid = processes.start(
-                [recipe.interpreter, *flags, str(_ENTRY), *arguments],
-                {**self._environment, **self._expected},
+                [recipe.interpreter, *recipe.flags, str(_ENTRY), *arguments],
+                self._environment,
                 [theirs.fileno()],
                 errors=self._errors,
             )
@@ -100,7 +103,7 @@ class WarmInterpreter:
         """
         if self.pid is None or self._channel is None:
             return None
-        order = json.dumps({"environment": dict(environment), "expected": self._expected}).encode() + b"\n"
+        order = json.dumps(dict(environment)).encode() + b"\n"
         _yield_to_others(self.pid, False)  # first: once told, it may run the command before we get on
         try:
             self._channel.settimeout(5.0)
@@ -169,22 +172,6 @@ class WarmInterpreter:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _for_ranks(self) -> None:
-        """torchrun sets this for its ranks if nobody has, and OpenMP reads it when torch is loaded."""
-        if (
-            "OMP_NUM_THREADS" not in self._environment
-            and self._environment.get(ENV_PROCS_PER_WORKER, "1") != "1"
-        ):
-            self._expected = {"OMP_NUM_THREADS": "1"}
-
-
-def _recipe(command: Sequence[str]) -> Recipe | None:
-    def shebang(name: str) -> tuple[str, str]:
-        path = shutil.which(name)
-        return (path, interpreter_of(Path(path))) if path else ("", "")
-
-    return recipe_of(command, shebang)
 
 
 def _yield_to_others(pid: int, yielding: bool) -> None:

@@ -217,12 +217,13 @@ class Order:
     health_check: HealthCheck | None = None
     """What has to pass before the launcher may wait for the release of an attempt."""
     interrupt_seconds: float = 0.0
-    """How long ranks of an older attempt may take to leave their step, so that their processes stay; 0: they
-    are ended at once."""
-    stays: bool = False
-    """They have left it, and wait: the running command is that of `attempt` from its release on."""
+    """How long ranks that listen may take to leave the step of an older attempt."""
+    listens: tuple[int, ...] = ()
+    """The ranks whose processes may stay when their attempt ends. Others are ended at once."""
+    stays: tuple[int, ...] = ()
+    """Those that have left their step for `attempt`, and wait: from its release on they are of it."""
     joins: bool = False
-    """With Release: ranks of other workers kept their processes, and a command that starts now joins them."""
+    """With Release: other ranks kept their processes, and one that is started now joins them."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class LauncherEvent:
 
     - "idle": nothing of an earlier command is there any more, unless it `stays`, and the launcher waits for
       the release of `attempt`.
-    - "started", "exited": the command of `attempt`, with all that it started.
+    - "started", "exited": the command of `attempt`. Ranks that have not failed may still be there: they wait.
     - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is
       repeated every minute.
     - "stuck": something of the command of `attempt` does not end although it was killed; `message` names it.
@@ -255,8 +256,8 @@ class LauncherEvent:
     fault: str = ""
     """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few
     words. It goes on."""
-    stays: bool = False
-    """With "idle": the command of an earlier attempt has left its step, and will be that of `attempt`."""
+    stays: int = 0
+    """With "idle": so many ranks of an earlier attempt have left its step, and will be of `attempt`."""
 
 
 @dataclass(frozen=True)

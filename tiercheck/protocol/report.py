@@ -160,8 +160,8 @@ class TrainerReport:
     resume: ResumeProof | None = None
     """Of the first local rank that differs; else of the first that proved its resume; else of the first, once
     no local rank could compare anything. None: not known yet, or nothing was restored."""
-    stays: bool = False
-    """While it waits for the release: whether it is a process of an earlier attempt."""
+    stays: int = 0
+    """While it waits for the release: how many of its ranks are processes of an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import importlib
 import importlib.machinery
 import json
 import logging
-import multiprocessing.process
 import os
 import pkgutil
 import runpy
@@ -26,16 +25,15 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
 import tiercheck
-from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.launcher.recipe import Recipe
 from tiercheck.warm import IDLE_NAME
 from tiercheck.warm.curtain import Curtain
-from tiercheck.warm.variables import cannot_be_applied, named_in, set_too_late
+from tiercheck.warm.variables import cannot_be_applied, set_too_late
 
 _PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
 _LATER = "torch._dynamo"
 """What the first optimizer imports; it takes as long as torch itself."""
 MARK = "tiercheck_warm"
-_FOR_TORCHRUN = "torch.distributed.run"
 
 
 @dataclass
@@ -68,7 +66,7 @@ class Imports:
 
 
 class Channel:
-    """To the launcher, or for a rank to torchrun: one line in, a few lines out."""
+    """To the launcher: one line in, a few lines out."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -80,23 +78,16 @@ class Channel:
         except OSError:
             sys.exit(0)  # nobody waits for this process any more
 
-    def descriptors(self) -> list[int]:
-        """Open files that come before the order."""
-        first, descriptors, _, _ = socket.recv_fds(self._socket, 1, 2)
-        if not first:
-            os._exit(0)
-        return descriptors
-
-    def hear(self) -> dict[str, Any]:
-        """The order to begin. Ends the process if there will be none."""
+    def hear(self) -> dict[str, str]:
+        """The environment to begin in. Ends the process if there will be none."""
         received = b""
         while not received.endswith(b"\n"):
             piece = self._socket.recv(65536)
             if not piece:
                 os._exit(0)
             received += piece
-        order: dict[str, Any] = json.loads(received)
-        return order
+        environment: dict[str, str] = json.loads(received)
+        return environment
 
     def close(self) -> None:
         self._socket.close()
@@ -121,7 +112,7 @@ def prepare(
         refuse_users_start_up()
         set_search_path(recipe)
         refuse_other_library()
-        if not recipe.module and not recipe.torchrun:
+        if not recipe.module:
             refuse_script(recipe.target, must_exist=False)
     except Unfit as unfit:
         channel.say(f"never {unfit}")
@@ -129,7 +120,7 @@ def prepare(
     try:
         with warnings.catch_warnings():
             filters = list(warnings.filters)
-            for module in (*_PREIMPORTED, *([_FOR_TORCHRUN] if recipe.torchrun else [])):
+            for module in _PREIMPORTED:
                 importlib.import_module(module)
             of_torch = [each for each in warnings.filters if each not in filters]
             importlib.import_module(_LATER)
@@ -138,12 +129,10 @@ def prepare(
         sys.exit(0)
     set_by_imports = {name: value for name, value in os.environ.items() if imported_with.get(name) != value}
     channel.say("ready")
-    order = channel.hear()
-    environment: dict[str, str] = order["environment"]
+    environment = channel.hear()
     rename(name)
     try:
-        expected = {**environment, **order["expected"]}
-        if late := cannot_be_applied(imported_with, expected):
+        if late := cannot_be_applied(imported_with, environment):
             raise Unfit(f"{late} has changed since torch was imported")
         command = build(recipe, names)
     except Unfit as unfit:
@@ -151,19 +140,9 @@ def prepare(
         start_cold(given, environment)
     apply(environment)
     imports = Imports(before, imported_with, set_by_imports, of_torch)
-    if recipe.torchrun and set(recipe.flags) <= {"-u"}:
-        from tiercheck.warm.ranks import reserve_ranks
-
-        reserve = reserve_ranks(int(environment.get("PET_NPROC_PER_NODE", "0")), imports, names)
-        if reserve is not None and reserve.child is not None:
-            channel.close()
-            return reserve.child
     channel.say("warm")
     channel.close()
-    if not recipe.torchrun:
-        draw_curtain(imports, given, environment)
-    else:
-        imports.show_effects()
+    draw_curtain(imports, given, environment)
     take_over(recipe, command)
     return command
 
@@ -209,8 +188,7 @@ def set_search_path(recipe: Recipe) -> None:
 
 
 def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
-    """Its source. Raises Unfit if it is not a plain script, or names a variable that must be set before torch
-    is imported."""
+    """Its source. Raises Unfit if it is not a plain script."""
     if pkgutil.get_importer(os.path.abspath(path)) is not None:
         raise Unfit(f"{path} is a folder or an archive")
     try:
@@ -222,8 +200,6 @@ def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
         return b""
     if path.endswith(".pyc") or b"\0" in source:
         raise Unfit(f"{path} is no source text")
-    if name := named_in(source.decode("utf-8", "replace")):
-        raise Unfit(f"{path} names {name}, which has to be set before torch is imported")
     return source
 
 
@@ -296,22 +272,3 @@ def start_cold(command: Sequence[str], environment: Mapping[str, str]) -> NoRetu
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
-
-
-def rank_command(arguments: Sequence[str], names: Mapping[str, Any]) -> tuple[Recipe, Command]:
-    """What torchrun starts as a rank. Raises Unfit if it is not this interpreter, with a script or a
-    module.
-    """
-    recipe = recipe_of(arguments)
-    if recipe is None or recipe.interpreter != sys.executable or recipe.flags != ("-u",):
-        raise Unfit("it is not this interpreter, as torchrun starts it")
-    return recipe, build(recipe, names)
-
-
-def new_identity() -> None:
-    """What two processes must not share, and would if one was forked: seeds and keys. The standard library
-    does its own."""
-    multiprocessing.process.current_process().authkey = os.urandom(32)
-    sys.modules["torch"].default_generator.seed()
-    if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()

@@ -18,7 +18,7 @@ _LATE = frozenset(
     }
 )  # fmt: skip
 _LATE_PREFIXES = ("TIERCHECK_", "PET_", "TORCHELASTIC_")
-"""Read when a process group, or torchrun, begins: an attempt sets them."""
+"""Read when a process group begins: an attempt sets them."""
 
 _EARLY = re.compile(
     r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
@@ -26,7 +26,6 @@ _EARLY = re.compile(
 )
 """Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the
 dynamo ..."""
-_SET = re.compile(r"environ|putenv|setenv|load_dotenv")
 
 
 def may_differ(name: str) -> bool:
@@ -45,14 +44,6 @@ def set_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return next(
         (name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), ""
     )
-
-
-def named_in(source: str) -> str:
-    """A variable of that kind that a script names and perhaps sets; empty if there is none."""
-    if not _SET.search(source):
-        return ""
-    found = re.search(rf"""["']({_EARLY.pattern})["']""", source)
-    return found.group(1) if found else ""
 
 
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -108,10 +108,10 @@ def export_checkpoint(
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
         if form is Format.DCP:
-            from tiercheck_cli.checkpoint import to_dcp
+            from tiercheck_cli.checkpoint import conversion
 
             with progress_of(sum(tensor.size for tensor in saved.tensors.values())) as progress:
-                remarks = to_dcp.write(saved, unfinished, progress)
+                remarks = conversion.write_dcp(saved, unfinished, progress)
         else:
             tensors = to_safetensors.choose_tensors(saved, prefix)
             with progress_of(sum(tensor.size for tensor in tensors.values())) as progress:
@@ -182,16 +182,16 @@ def import_checkpoint(
         raise CannotDo("a remote tier needs --job NAMESPACE/NAME: it may hold many jobs", USAGE)
     try:
         from tiercheck.protocol.version import Version
-        from tiercheck_cli.checkpoint import seed
+        from tiercheck_cli.checkpoint import conversion
     except ModuleNotFoundError as error:
         raise CannotDo(NEEDS_TORCH) from error
-    found = seed.from_dcp(came, prefix) if form is Format.DCP else seed.from_safetensors(came)
-    size = seed.total_bytes(found)
+    found = conversion.from_dcp(came, prefix) if form is Format.DCP else conversion.from_safetensors(came)
+    size = conversion.total_bytes(found)
     if job is None:
         if any(Path(to).glob("rank-*-of-*/*.json")):
             raise CannotDo(f"{to} holds versions already; give another folder with --to", USAGE)
         with progress_of(size) as progress:
-            seed.write(found, Path(to), Version(step, 0), progress)
+            conversion.write_version(found, Path(to), Version(step, 0), progress)
     else:
         from tiercheck_cli.checkpoint import remote as tier
 
@@ -200,7 +200,7 @@ def import_checkpoint(
             store = tier.open_store(tier.settings_of_url(to, endpoint, region), job)
             tier.check_empty(store)
             with progress_of(size) as progress:
-                path = seed.write(found, Path(folder), version, progress)
+                path = conversion.write_version(found, Path(folder), version, progress)
             store.seed(version, path)
     say(to)
     for name in found.left_out[:3]:

@@ -30,12 +30,11 @@ from tiercheck_cli.terminal import (
     age,
     clock,
     columns,
-    console,
     facts,
     remark,
     right,
     short,
-    write,
+    show,
 )
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.status import parse_time
@@ -87,21 +86,14 @@ def explain(
 
 
 def _why(found: dict[str, Any], output: Output) -> None:
-    past = recoveries(found)
-    if output is not Output.TABLE:
-        status = found.get("status") or {}
-        write(
-            {
-                "job": found["metadata"]["name"],
-                "recovery": status.get("recovery"),
-                "recoveries": list(past),
-                "history": status.get("history") or [],
-            },
-            output,
-        )
-        return
-    terminal = console()
-    terminal.print(why_screen(found, past, time.time(), terminal.width))
+    past, status = recoveries(found), found.get("status") or {}
+    told = {
+        "job": found["metadata"]["name"],
+        "recovery": status.get("recovery"),
+        "recoveries": list(past),
+        "history": status.get("history") or [],
+    }
+    show(output, lambda: told, lambda width: why_screen(found, past, time.time(), width))
 
 
 def _what_if(
@@ -111,10 +103,8 @@ def _what_if(
         remark(sentence)
     state, past = held_steps(layout, job), recoveries(job) if job is not None else ()
     answers = [answer(loss, layout, state, past) for loss in losses(asked, layout, pods)]
-    if output is not Output.TABLE:
-        write({"job": layout.name, "answers": [_as_json(entry) for entry in answers]}, output)
-        return
-    console().print(what_if_screen(answers, layout))
+    told = {"job": layout.name, "answers": [_as_json(entry) for entry in answers]}
+    show(output, lambda: told, lambda _: what_if_screen(answers, layout))
 
 
 def _as_json(entry: WhatIf) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
 from tiercheck_cli.events import PastRecovery
 from tiercheck_cli.failure import USAGE, CannotDo, program
-from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.layout import JobLayout, workers_by_domain
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Saving
 from tiercheck_operator.model.conditions import Cause, plural
@@ -130,17 +130,13 @@ def losses(
 
 
 def _each_domain(level: str, layout: JobLayout) -> tuple[LostMemory, ...]:
-    found: dict[str, set[int]] = {}
-    for site in layout.sites:
-        domain = layout.topology.domain(site.node, level)
-        if domain is not None:
-            found.setdefault(domain, set()).add(site.worker)
+    found = workers_by_domain(layout.sites, layout.topology, level)
     if not found:
         raise CannotDo(f"the labels of the nodes do not say which {level} they are in")
     shared = len({short_name(domain) for domain in found}) < len(found)
     return tuple(
-        LostMemory(f"{level} {domain if shared else short_name(domain)}", frozenset(found[domain]))
-        for domain in sorted(found)
+        LostMemory(f"{level} {domain if shared else short_name(domain)}", frozenset(workers))
+        for domain, workers in found.items()
     )
 
 
@@ -175,27 +171,19 @@ def _loss(asked: str, layout: JobLayout, pods: Mapping[str, int]) -> LostMemory:
 
 def _domain(level: str, name: str, layout: JobLayout) -> LostMemory:
     """By the whole path or by its last part, if that is only one's."""
-    found: dict[str, set[int]] = {}
-    for site in layout.sites:
-        path = layout.topology.domain(site.node, level)
-        if path is not None and name in (path, short_name(path)):
-            found.setdefault(path, set()).add(site.worker)
+    domains = workers_by_domain(layout.sites, layout.topology, level)
+    found = [path for path in domains if name in (path, short_name(path))]
     if len(found) > 1:
-        raise CannotDo(
-            f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE
-        )
+        raise CannotDo(f"there are several of the name {name}: say which of {', '.join(found)}", USAGE)
     if not found:
-        known = sorted(
-            {short_name(path) for site in layout.sites if (path := layout.topology.domain(site.node, level))}
-        )
+        known = sorted({short_name(path) for path in domains})
         there = (
             f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
             if known
             else "the labels name none"
         )
         raise CannotDo(f'no worker is in a {level} "{name}": {there}', USAGE)
-    ((_, workers),) = found.items()
-    return LostMemory(f"{level} {name}", frozenset(workers))
+    return LostMemory(f"{level} {name}", frozenset(domains[found[0]]))
 
 
 def _usage(asked: str, layout: JobLayout) -> str:

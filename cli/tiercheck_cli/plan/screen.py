@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Column, Table
 
-from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.layout import JobLayout, workers_by_domain
 from tiercheck_cli.terminal import Text, columns, right
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.planning.topology import short_name
@@ -79,7 +79,11 @@ def links(layout: JobLayout) -> Links:
     for site in sorted(layout.sites, key=lambda site: site.worker):
         path = topology.domain(site.node, level) or ""
         found.setdefault(path, {}).setdefault(site.node, []).append(site.worker)
-    wider = [name for name in topology.level_names[: topology.level_index(level)] if _tells(layout, name)]
+    wider = [
+        name
+        for name in topology.level_names[: topology.level_index(level)]
+        if workers_by_domain(layout.sites, topology, name)
+    ]
     parent_level = wider[-1] if wider else ""
     domains = tuple(
         Domain(
@@ -96,11 +100,6 @@ def links(layout: JobLayout) -> Links:
         for member in entry.members:
             keepers[member], group[member] = entry.holders, index
     return Links(level, parent_level, domains, keepers, group, frozenset(placement.unprotected))
-
-
-def _tells(layout: JobLayout, level: str) -> bool:
-    """Whether that level tells nodes apart, or at least names what they are in."""
-    return any(layout.topology.domain(site.node, level) is not None for site in layout.sites)
 
 
 def _parent(layout: JobLayout, node: str, level: str) -> str:

@@ -35,12 +35,11 @@ from tiercheck_cli.terminal import (
     OutputFormat,
     Text,
     columns,
-    console,
     folded,
     progress_bar,
     right,
     short,
-    write,
+    show,
 )
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.planning.placement.placement import Placement
@@ -113,11 +112,11 @@ def simulate(
             results.append(Result(name, described.placement, simulation))
     every = layout.spec.remote_every
     formula = (every, store_only(layout, assumed, every)) if every else None
-    if output is not Output.TABLE:
-        write(_as_json(layout, results, assumed, formula=formula, seed=seed), output)
-    else:
-        terminal = console()
-        terminal.print(screen(layout, results, assumed, terminal.width, formula=formula))
+    show(
+        output,
+        lambda: _as_json(layout, results, assumed, formula=formula, seed=seed),
+        lambda width: screen(layout, results, assumed, width, formula=formula),
+    )
 
 
 def _as_json(

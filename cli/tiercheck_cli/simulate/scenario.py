@@ -12,7 +12,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events import recoveries
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import documents
+from tiercheck_cli.layout import documents, workers_by_domain
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
@@ -117,13 +117,7 @@ class Scenario:
     rates: FailureRates = field(default_factory=FailureRates)
 
     def domains(self, level: str) -> dict[str, tuple[int, ...]]:
-        """By domain of that level, in order: the workers in it. Whose domain is unknown is in none."""
-        found: dict[str, list[int]] = {}
-        for site in self.sites:
-            domain = self.topology.domain(site.node, level)
-            if domain is not None:
-                found.setdefault(domain, []).append(site.worker)
-        return {domain: tuple(sorted(found[domain])) for domain in sorted(found)}
+        return workers_by_domain(self.sites, self.topology, level)
 
 
 NODE, DOMAIN, ALL = "node", "domain", "all"

@@ -44,6 +44,7 @@ from tiercheck_cli.terminal import (
     remark,
     right,
     short,
+    show,
     write,
 )  # fmt: skip
 from tiercheck_operator.model.conditions import plural
@@ -88,11 +89,7 @@ def status(
             console().print(jobs_table(views, all_namespaces) if views else Text())
         return
     view = _job(cluster, job, wide or output is not Output.TABLE)
-    if output is not Output.TABLE:
-        write(view.as_json(time.time()), output)
-        return
-    terminal = console()
-    terminal.print(screen(view, terminal.width, wide))
+    show(output, lambda: view.as_json(time.time()), lambda width: screen(view, width, wide))
 
 
 def _job(cluster: Cluster, name: str, members: bool) -> StatusView:

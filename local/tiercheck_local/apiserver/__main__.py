@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import os
 import secrets
 import signal
 import socket
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="where the kubeconfig is written")
     parser.add_argument("--history", type=int, default=10_000, help="changes kept for watches to resume from")
     options = parser.parse_args()
-    die_with_parent()
+    die_with_parent(os.getppid())
     options.directory.mkdir(parents=True, exist_ok=True)
     asyncio.run(serve(options.port, options.directory, options.history))
 

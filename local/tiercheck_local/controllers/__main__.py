@@ -11,13 +11,12 @@ import logging
 import os
 from pathlib import Path
 
-from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
 from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client
-from tiercheck_local.controllers.disruption import Disruption, NodeLifecycle
-from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
+from tiercheck_local.controllers.manager import DEPENDENTS, Disruption, GarbageCollector, NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
 from tiercheck_local.node.agent import LEASE_NAMESPACE
+from tiercheck_operator.kubernetes.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
 
 
 async def serve(kubeconfig: Path, grace: float) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, Object
-from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
+from tiercheck_operator.kubernetes.api_server import PODS, Object
 from tiercheck_operator.model.spelling import parse_amount
+from tiercheck_operator.model.status import rfc3339
 
 # Pure.
 Item = Mapping[str, Any]
@@ -284,8 +285,7 @@ class Scheduler(WokenController):
         }
         self._assumed[metadata["uid"]] = choice.node
         try:
-            path = PODS.path(metadata["namespace"], metadata["name"], "binding")
-            await self._client.request("POST", path, binding)
+            await self._client.bind(metadata["namespace"], metadata["name"], binding)
         except BaseException:
             del self._assumed[metadata["uid"]]
             raise
@@ -301,7 +301,7 @@ class Scheduler(WokenController):
             "status": "False",
             "reason": "Unschedulable",
             "message": message,
-            "lastTransitionTime": before.get("lastTransitionTime") or clock.timestamp(),
+            "lastTransitionTime": before.get("lastTransitionTime") or rfc3339(time.time()),
         }
         others = [c for c in conditions if c["type"] != "PodScheduled"]
         change: Object = {"status": {"conditions": [*others, condition]}}

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import Object
 from tiercheck_local import controlplane
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import wait_until
+from tiercheck_local.markers import free_ports
 from tiercheck_local.stage import NAMESPACE
+from tiercheck_operator.kubernetes.api_server import Object
 
 ACCESS_KEY = "tiercheck-demo"
 SECRET_KEY = "tiercheck-demo-secret"

@@ -21,7 +21,7 @@ from typing import Any
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Exact, RankRestore
 from tiercheck_local import controlplane
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 from tiercheck_local.running import GaveUp
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.events import EXACT_WORDS
-from tiercheck_cli.plan.picture import new_figure, remove_frame, svg_of
+from tiercheck_cli.plan.command import new_figure, remove_frame, svg_of
 from tiercheck_cli.terminal import PHASE_WORDS, PHASES, short
 from tiercheck_local.demo.record import FaultRecord, RunRecord
 from tiercheck_operator.model.conditions import plural

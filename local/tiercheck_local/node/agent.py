@@ -16,16 +16,17 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol.encoding import from_json
-from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, PODS, Listing, RequestFailed
-from tiercheck_local import clock, controlplane, markers
-from tiercheck_local.client import Cache, Client
+from tiercheck_local import controlplane, markers
+from tiercheck_local.client import Cache, Client, Listing
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
-from tiercheck_operator.model.status import parse_time
+from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure
+from tiercheck_operator.model.status import parse_time, rfc3339
 
 LEASE_NAMESPACE = "kube-node-lease"
 _LEASE_SECONDS = 0.5
@@ -84,7 +85,7 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
 
 
 def ready_condition() -> dict[str, str]:
-    now = clock.timestamp()
+    now = rfc3339(time.time())
     return {
         "type": "Ready",
         "status": "True",
@@ -108,12 +109,12 @@ class Registration:
             group.create_task(self._keep_lease())
 
     async def register(self) -> None:
-        """Create or correct the Node. Raises RequestFailed."""
+        """Create or correct the Node. Raises ApiFailure."""
         wanted = node_object(self._settings, self._boot_id)
         try:
             await self._client.create(NODES, None, wanted)
-        except RequestFailed as failure:
-            if failure.code != 409:
+        except ApiFailure as failure:
+            if failure.status != 409:
                 raise
             metadata = {"labels": wanted["metadata"]["labels"]}
             await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
@@ -143,17 +144,17 @@ class Registration:
             try:
                 await work()
                 return
-            except RequestFailed as failure:
+            except ApiFailure as failure:
                 log.warning("node %s: %s", self._settings.name, failure)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
 
     async def _renew(self) -> None:
-        renewal = {"spec": {"renewTime": clock.micro_timestamp()}}
+        renewal = {"spec": {"renewTime": _micro_time()}}
         try:
             await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
-        except RequestFailed as failure:
-            if failure.code != 404:
+        except ApiFailure as failure:
+            if failure.status != 404:
                 raise
             await self._create_lease()
 
@@ -162,8 +163,8 @@ class Registration:
             namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
             try:
                 await self._client.create(NAMESPACES, None, namespace)
-            except RequestFailed as failure:
-                if failure.code != 409:  # another node was faster
+            except ApiFailure as failure:
+                if failure.status != 409:  # another node was faster
                     raise
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
@@ -172,7 +173,7 @@ class Registration:
             "spec": {
                 "holderIdentity": self._settings.name,
                 "leaseDurationSeconds": 2,
-                "renewTime": clock.micro_timestamp(),
+                "renewTime": _micro_time(),
             },
         }
         await self._client.create(LEASES, LEASE_NAMESPACE, lease)
@@ -256,6 +257,11 @@ class Agent:
             address = f"{self._settings.address_prefix}.{last}"
             if all(pod.ip != address for pod in self._pods.values()):
                 yield address
+
+
+def _micro_time() -> str:
+    """Now, as metav1.MicroTime."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _grace_left(manifest: Object) -> float:

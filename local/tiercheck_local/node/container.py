@@ -15,8 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from tiercheck_local import clock, markers
+from tiercheck_local import markers
 from tiercheck_local.node.process import BackOff, CannotStart, HostProcess, go_duration
+from tiercheck_operator.model.status import rfc3339
 
 # Until its first success a probe asks every 0.2 s instead of every `periodSeconds`, so that a pod is ready as
 # soon as it can be; the time until a failing probe gives up is not shortened by that.
@@ -240,7 +241,7 @@ class Container:
         self.probed_ready = False
         recipe.termination_message.unlink(missing_ok=True)
         if recipe.hold.exists():
-            self.state = {"running": {"startedAt": clock.timestamp()}}
+            self.state = {"running": {"startedAt": rfc3339(time.time())}}
             self._changed()
             while recipe.hold.exists() and not self._stopping:  # noqa: ASYNC110  a fault has only files
                 await asyncio.sleep(_LOOK_AT_HOLD)
@@ -254,7 +255,7 @@ class Container:
             self._changed()
             return 128
         self._process = process
-        started_at = clock.timestamp()
+        started_at = rfc3339(time.time())
         self.state = {"running": {"startedAt": started_at}}
         if "startupProbe" not in self.spec:
             self.started.set()
@@ -347,7 +348,7 @@ class Container:
 
 
 def _terminated(code: int, reason: str, started_at: str | None, message: str) -> dict[str, Any]:
-    state: dict[str, Any] = {"exitCode": code, "reason": reason, "finishedAt": clock.timestamp()}
+    state: dict[str, Any] = {"exitCode": code, "reason": reason, "finishedAt": rfc3339(time.time())}
     if started_at:
         state["startedAt"] = started_at
     if message:

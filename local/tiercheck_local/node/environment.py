@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercheck_cli.api_server import CONFIG_MAPS, SECRETS
 from tiercheck_local.client import Client
+from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, SECRETS
 from tiercheck_operator.model.spelling import parse_amount
 
 Object = Mapping[str, Any]

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
-from tiercheck_cli.api_server import PODS
-from tiercheck_local import clock, markers
+from tiercheck_local import markers
 from tiercheck_local.client import Client
 from tiercheck_local.node import environment
 from tiercheck_local.node.container import (
@@ -28,6 +27,8 @@ from tiercheck_local.node.environment import BadReference, PathTranslation, PodF
 from tiercheck_local.node.process import FIRST_BACK_OFF, BackOff, base_environment
 from tiercheck_local.node.status import PodSituation, Publisher, pod_status
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import PODS
+from tiercheck_operator.model.status import rfc3339
 
 Object = Mapping[str, Any]
 
@@ -90,7 +91,7 @@ class Pod:
             for entry in spec.get("initContainers") or []
         ]
         self._mains = [self._container(entry, ContainerKind.MAIN) for entry in spec["containers"]]
-        self._situation = PodSituation(self._inits, self._mains, ip, settings.address, clock.timestamp())
+        self._situation = PodSituation(self._inits, self._mains, ip, settings.address, rfc3339(time.time()))
         self._supervision: list[asyncio.Task[Any]] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -159,7 +160,7 @@ class Pod:
         self._publisher.changed()
 
     def _status(self, previous: Object) -> dict[str, Any]:
-        return pod_status(self._situation, previous, clock.timestamp())
+        return pod_status(self._situation, previous, rfc3339(time.time()))
 
     def _count_earlier_lives(self) -> None:
         """After a restart of the node the containers begin anew, and their restart counts say so."""
@@ -193,7 +194,8 @@ class Pod:
 
     async def _finish(self) -> None:
         """The pod has run its course: sidecars go, in reverse order, and the phase becomes final."""
-        await self._stop_sidecars(time.monotonic() + self._grace())
+        grace = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
+        await self._stop_sidecars(time.monotonic() + grace)
         self._situation.over = True
         self._changed()
 
@@ -213,9 +215,6 @@ class Pod:
         for container in reversed(self._inits):
             if container.is_sidecar:
                 await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
-
-    def _grace(self) -> float:
-        return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     async def _recipes(self) -> dict[str, ContainerRecipe]:
         """Resolve all the manifest refers to; what is missing is shown and waited for, as by a kubelet."""

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tiercheck_local import markers
+from tiercheck_local.controlplane import die_with_parent
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 _INHERITED = (
     "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "PYTHONPATH",
@@ -58,13 +57,7 @@ class HostProcess:
         )
         if path is None:
             raise CannotStart(f"exec: {argv[0]!r}: executable file not found in $PATH")
-        agent = os.getpid()
-
-        def bind_to_agent() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != agent:  # it died in between
-                os._exit(137)
-
+        bound = partial(die_with_parent, os.getpid(), signal.SIGKILL)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             try:
@@ -76,7 +69,7 @@ class HostProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=bind_to_agent,  # noqa: PLW1509 - only system calls, no lock to inherit
+                    preexec_fn=bound,  # noqa: PLW1509 - only system calls, no lock to inherit
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise CannotStart(str(error)) from error

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, RequestFailed
 from tiercheck_local.client import Client
 from tiercheck_local.node.container import Container
+from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
 
 Object = dict[str, Any]
 
@@ -76,11 +76,8 @@ def _phase(situation: PodSituation) -> str:
     if situation.over:
         codes = [view.exit_code for view in (*situation.inits, *situation.mains) if not view.is_sidecar]
         return "Succeeded" if all(code == 0 for code in codes) else "Failed"
-    return "Running" if any(_has_run(view) for view in situation.mains) else "Pending"
-
-
-def _has_run(view: Container) -> bool:
-    return view.running or "terminated" in view.state or bool(view.last_state)
+    ran = (view.running or "terminated" in view.state or view.last_state for view in situation.mains)
+    return "Running" if any(ran) else "Pending"
 
 
 def _conditions(
@@ -173,7 +170,7 @@ class Publisher:
                 if not await self._write():
                     return
                 pause = 0.05
-            except RequestFailed as failure:
+            except ApiFailure as failure:
                 if pause > 1:
                     log.warning("status of pod %s/%s: %s", self._namespace, self._name, failure)
                 self._dirty.set()

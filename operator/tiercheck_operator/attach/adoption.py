@@ -24,7 +24,8 @@ from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers,
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import POLICIES, Admission, Webhook
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube, ObjectMetadata, evict
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, Kube, ObjectMetadata
 from tiercheck_operator.kubernetes.events import ObjectEvents
 from tiercheck_operator.model.observed import JobView, PodView
 from tiercheck_operator.model.spelling import spell
@@ -87,25 +88,25 @@ class Adoption:
         owner = attachment.owner
         # Anybody may write annotations: an owner that is not there, or is another one, gets no job.
         try:
-            path = owner.path(namespace)
+            resource = owner.resource(namespace)
         except Unattachable as error:
             raise ApiFailure(422, str(error)) from error
-        raw = await self._kube.get(path)
+        raw = await self._kube.find(resource, namespace, owner.name)
         if raw is None or raw["metadata"]["uid"] != owner.uid:
             raise ApiFailure(404, f"{owner.kind} {owner.name} of its pods is gone")
-        policy = await self._kube.get(POLICIES, namespace=namespace, name=attachment.policy)
+        policy = await self._kube.find(POLICIES, namespace, attachment.policy)
         if policy is None:
             raise ApiFailure(
                 404, f"there is no TierCheckPolicy {attachment.policy} in namespace {namespace} any more"
             )
         job = attached_job(namespace, attachment, policy.get("spec") or {})
         try:
-            await self._kube.create(JOBS, job, namespace=namespace)
+            await self._kube.create(JOBS, namespace, job)
         except ApiFailure as error:
             if not error.conflict:
                 raise
             name = job["metadata"]["name"]
-            known = await self._kube.get(JOBS + "/{name}", namespace=namespace, name=name)
+            known = await self._kube.find(JOBS, namespace, name)
             attach = ((known or {}).get("spec") or {}).get("attach") or {}
             if known is not None and (attach.get("owner") or {}).get("uid") != owner.uid:
                 # Of an earlier owner of the same name, and goes with it; or somebody's own.
@@ -152,8 +153,7 @@ class LeftOut:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kube, self._every, self._has_job = kube, every, has_job
-        places = [f"/api/v1/namespaces/{namespace}/pods" for namespace in namespaces] or ["/api/v1/pods"]
-        self._paths = places
+        self._paths = [PODS.path(namespace) for namespace in namespaces or (None,)]
         self._events, self._clock = ObjectEvents(kube), clock
         self._kept: dict[str, float] = {}
         """By UID of pods that their disruption budget keeps: when to try again."""
@@ -200,7 +200,7 @@ class LeftOut:
         if not going or uid in self._kept:
             return told
         try:
-            await evict(self._kube, {"preconditions": {"uid": uid}}, namespace=namespace, name=name)
+            await self._kube.evict(namespace, name, uid=uid)
         except ApiFailure as error:
             log.warning("%s/%s: it was not attached, and could not be evicted: %s", namespace, name, error)
             if error.considered:
@@ -244,7 +244,7 @@ class AttachService:
             return None
         owner = Owner(attach.api_version, attach.kind, attach.name, attach.uid)
         try:
-            raw = await self._always.get(owner.path(job.namespace))
+            raw = await self._always.find(owner.resource(job.namespace), job.namespace, owner.name)
             return count_workers(owner.kind, raw) if raw and raw["metadata"]["uid"] == owner.uid else None
         except (ApiFailure, Unattachable, KeyError, TypeError, ValueError, AttributeError):
             return None  # a moment of trouble, or nothing that makes sense

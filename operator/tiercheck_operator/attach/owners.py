@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.kubernetes.client import fill
+from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
 
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -39,16 +39,17 @@ class Owner:
     name: str
     uid: str
 
-    def path(self, namespace: str) -> str:
-        """Where it is read. Raises Unattachable if it can be nowhere."""
-        group, _, version = self.api_version.partition("/")
+    def resource(self, namespace: str) -> ApiResource:
+        """The collection that it is in. Raises Unattachable if it can be in none."""
+        group = self.api_version.partition("/")[0]
         if _GROUPS.get(self.kind) != group:
             raise Unattachable(f"no {self.kind} of {group or 'the core'} can be attached")
-        path = f"/apis/{group}/{{version}}/namespaces/{{namespace}}/{_PLURALS[self.kind]}/{{name}}"
+        found = ApiResource(self.api_version, _PLURALS[self.kind])
         try:
-            return fill(path, version=version, namespace=namespace, name=self.name)
-        except ValueError as error:
-            raise Unattachable(f"its owner cannot be looked up: {error}") from error
+            found.path(namespace, self.name)
+        except ApiFailure as error:
+            raise Unattachable(f"its owner cannot be looked up: {error.message}") from error
+        return found
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ from typing import Any
 from cryptography import x509
 
 from tiercheck_operator.config import WebhookConfig
+from tiercheck_operator.kubernetes.api_server import SECRETS, ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
 
-CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
-_SECRETS = CORE + "/secrets"
+_CONFIGURATIONS = ApiResource(
+    "admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False
+)
 _LIFETIME = datetime.timedelta(days=90)
 _END = b"-----END CERTIFICATE-----\n"
 
@@ -71,7 +73,7 @@ class Trust:
     async def establish(self, now: datetime.datetime) -> tuple[KeyPair, bool]:
         """The bundle to show, and whether the API server can know its authority by now. Raises ApiFailure."""
         namespace, name = self._secret
-        raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
+        raw = await self._kube.find(SECRETS, namespace, name)
         current = None if raw is None else _parsed(raw)
         if self._issuer and current is None:
             raise ApiFailure(
@@ -82,13 +84,13 @@ class Trust:
             body = _secret(namespace, name, wanted)
             if raw is None:
                 body["metadata"] |= await self._belonging()
-                await self._kube.create(_SECRETS, body, namespace=namespace)
+                await self._kube.create(SECRETS, namespace, body)
             else:
                 # With the version that was read: of two replicas one fails here, and takes the other's next
                 # time.
                 kept = ("resourceVersion", "ownerReferences")
                 body["metadata"] |= {key: raw["metadata"][key] for key in kept if key in raw["metadata"]}
-                await self._kube.replace(_SECRETS + "/{name}", body, namespace=namespace, name=name)
+                await self._kube.replace(SECRETS, namespace, name, body)
         bundle = wanted or current
         assert bundle is not None
         return bundle, await self._announced(bundle)
@@ -96,9 +98,8 @@ class Trust:
     async def _belonging(self) -> dict[str, Any]:
         if self._deployment is None:
             return {}
-        namespace, name = self._deployment
         try:
-            return owner_metadata(await self._kube.get(DEPLOYMENT, namespace=namespace, name=name))
+            return owner_metadata(await self._kube.find(DEPLOYMENTS, *self._deployment))
         except ApiFailure as error:
             if error.refused:
                 return {}
@@ -106,7 +107,7 @@ class Trust:
 
     async def _announced(self, bundle: KeyPair) -> bool:
         """Whether the configuration named the bundle's authorities already; it does afterwards."""
-        raw = await self._kube.get(CONFIGURATION, name=self._configuration)
+        raw = await self._kube.find(_CONFIGURATIONS, None, self._configuration)
         if raw is None:
             raise ApiFailure(404, f"there is no MutatingWebhookConfiguration {self._configuration}")
         text = base64.b64encode(bundle.ca).decode()
@@ -119,7 +120,7 @@ class Trust:
             return True
         for hook in stale:
             hook["clientConfig"]["caBundle"] = text
-        await self._kube.replace(CONFIGURATION, raw, name=self._configuration)
+        await self._kube.replace(_CONFIGURATIONS, None, self._configuration, raw)
         return False
 
 

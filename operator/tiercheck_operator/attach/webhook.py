@@ -47,15 +47,14 @@ from tiercheck_operator.attach.injection import (
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.certificates import KeyPair
-from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity
 
 # It reads from the API server and changes nothing there.
 
-POLICIES = (
-    f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.POLICY_PLURAL}/{{name}}"
-)
+POLICIES = ApiResource(JOBS.api_version, names.POLICY_PLURAL)
 _REMEMBERED = 5.0
 """Seconds that an answer of the API server is used again: the pods of a workload come in one burst."""
 _REVIEW_PATIENCE = 4.0
@@ -68,7 +67,7 @@ class Admission:
     def __init__(self, kube: Kube, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._kube, self._config, self._clock = kube, config, clock
         self._cluster = ClusterIdentity(kube)
-        self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
+        self._known: dict[tuple[ApiResource, str, str], tuple[float, Mapping[str, Any] | None]] = {}
 
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """The pod as it should be, and a warning if it could not be attached, however strange it is."""
@@ -90,13 +89,13 @@ class Admission:
 
     async def _attached(self, namespace: str, pod: Mapping[str, Any], policy: str) -> dict[str, Any]:
         owner = find_owner(pod)
-        raw_owner = await self._read(owner.path(namespace))
+        raw_owner = await self._read(owner.resource(namespace), namespace, owner.name)
         if raw_owner is None:
             raise Unattachable(f"there is no {owner.kind} {owner.name}")
         seat = find_seat(pod, owner, raw_owner)
         job = await self._job(namespace, owner)
         if job is None:
-            found = await self._read(_path_of(policy, namespace))
+            found = await self._policy(namespace, policy)
             if found is None:
                 raise Unattachable(f"there is no TierCheckPolicy {policy} in namespace {namespace}")
             spec = found.get("spec") or {}
@@ -115,27 +114,27 @@ class Admission:
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """The owner's job, if it exists; one of an earlier owner of the same name does not count."""
-        path = fill(JOBS + "/{name}", namespace=namespace, name=job_name(owner))
-        found = await self._read(path)
+        found = await self._read(JOBS, namespace, job_name(owner))
         attach = ((found or {}).get("spec") or {}).get("attach") or {}
         return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
 
-    async def _read(self, path: str) -> Mapping[str, Any] | None:
+    async def _policy(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        try:
+            POLICIES.path(namespace, name)
+        except ApiFailure as error:
+            why = f"the label {names.LABEL_INJECT} names no TierCheckPolicy: {error.message}"
+            raise Unattachable(why) from error
+        return await self._read(POLICIES, namespace, name)
+
+    async def _read(self, *place: *tuple[ApiResource, str, str]) -> Mapping[str, Any] | None:
         now = self._clock()
-        known = self._known.get(path)
+        known = self._known.get(place)
         if known is not None and known[0] > now and known[1] is not None:
             return known[1]
         self._known = {key: entry for key, entry in self._known.items() if entry[0] > now}
-        found = await self._kube.get(path)
-        self._known[path] = (now + _REMEMBERED, found)
+        found = await self._kube.find(*place)
+        self._known[place] = (now + _REMEMBERED, found)
         return found
-
-
-def _path_of(policy: str, namespace: str) -> str:
-    try:
-        return fill(POLICIES, namespace=namespace, name=policy)
-    except ValueError as error:
-        raise Unattachable(f"the label {names.LABEL_INJECT} names no TierCheckPolicy: {error}") from error
 
 
 def _named(pod: Mapping[str, Any]) -> str:

@@ -11,14 +11,15 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import BACKOFF, CORE, JOBS, ApiFailure, Kube, NameTaken, evict
+from tiercheck_operator.kubernetes import api_server
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, Kube, NameTaken
 from tiercheck_operator.kubernetes.owned_objects import Belongings, ClusterIdentity
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
@@ -53,7 +54,7 @@ _PUSHES_AT_ONCE = 64
 """Of directives: a sidecar that does not answer takes its place for seconds."""
 _LONGEST_NOTE = 1024
 """Characters of an annotation."""
-_PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
+_PODS_STRICTLY = replace(api_server.PODS, plural="pods?fieldValidation=Strict")
 """A field of the template that the server does not know is refused with its name, not dropped in silence."""
 
 
@@ -140,9 +141,7 @@ class Executor:
             case DeletePod():
                 await self._delete_pod(job, action)
             case DeleteJob():
-                where = {"namespace": job.namespace, "name": job.name}
-                only = _only(job.uid, propagationPolicy="Background")
-                await self._kube.delete(JOBS + "/{name}", only, **where)
+                await self._kube.delete(JOBS, job.namespace, job.name, uid=job.uid)
             case ProbeSidecar(uid):
                 if sidecars is not None:
                     sidecars.probe(uid)
@@ -168,7 +167,7 @@ class Executor:
             pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
         try:
-            await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
+            await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
         except ApiFailure as error:
             if not (error.conflict and await self._is_late_news(job, pod["metadata"]["name"])):
                 raise
@@ -181,7 +180,7 @@ class Executor:
 
         Raises NameTaken if it is not this job's.
         """
-        found = await self._kube.get(CORE + "/pods/{name}", namespace=job.namespace, name=name)
+        found = await self._kube.find(api_server.PODS, job.namespace, name)
         known = parse_pod(found) if found is not None else None
         if found is None or (known is not None and known.job_uid == job.identity):
             return found is not None
@@ -195,9 +194,7 @@ class Executor:
         labels = {names.LABEL_WORKER: str(action.worker), names.LABEL_INCARNATION: str(action.incarnation)}
         metadata = {"uid": pod.uid, "resourceVersion": pod.resource_version, "labels": labels}
         try:
-            await self._kube.merge(
-                CORE + "/pods/{name}", {"metadata": metadata}, namespace=job.namespace, name=pod.name
-            )
+            await self._kube.patch(api_server.PODS, job.namespace, pod.name, {"metadata": metadata})
         except ApiFailure as error:
             # It changed, perhaps by our own hand, or is gone: the next look will show it.
             if not (error.conflict or error.not_found):
@@ -206,26 +203,22 @@ class Executor:
             log.info("%s/%s: pod %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
-        where = {"namespace": job.namespace, "name": action.name}
         if action.given_up:
             said = redacted(action.given_up)[:_LONGEST_NOTE]
             note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: said}}
             # The cause is in the status as well; a pod is not kept for it.
             with contextlib.suppress(ApiFailure):
-                await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
-        options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
+                await self._kube.patch(api_server.PODS, job.namespace, action.name, {"metadata": note})
+        grace = 0 if action.force else None
         failpoint("before-pod-delete")
-        try:
-            found = False
-            if action.evict:
-                with contextlib.suppress(ApiFailure):  # it is lost, whatever a disruption budget says
-                    await evict(self._kube, options, **where)
-                    found = True
-            found = found or await self._kube.delete(CORE + "/pods/{name}", options, **where)
-        except ApiFailure as error:
-            if not error.conflict:  # another pod has the name by now
-                raise
-            return
+        found = False
+        if action.evict:
+            with contextlib.suppress(ApiFailure):  # it is lost, whatever a disruption budget says
+                await self._kube.evict(job.namespace, action.name, uid=action.uid, grace=grace)
+                found = True
+        found = found or await self._kube.delete(
+            api_server.PODS, job.namespace, action.name, uid=action.uid, grace=grace
+        )
         # Our view of the pods may be a moment old: what was asked for twice is told once.
         if found and (action.uid, action.force) not in self._told:
             self._told.add((action.uid, action.force))
@@ -237,10 +230,6 @@ class Executor:
         """The pods that were deleted since this was asked last."""
         removed, self._removed = self._removed, []
         return removed
-
-
-def _only(uid: str, **options: Any) -> dict[str, Any]:
-    return {"preconditions": {"uid": uid}, **options}
 
 
 # Each action is asked for again by itself, with growing pauses, as long as decisions want it. A restarted

@@ -24,7 +24,8 @@ from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor, Re
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
-from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
+from tiercheck_operator.kubernetes.client import BACKOFF, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.owned_objects import (
     Belongings,
@@ -221,8 +222,7 @@ class JobLoop:
 
     async def _look_up(self) -> None:
         """Have the job as it is. Raises JobGone; ApiFailure, then it is as doubtful as before."""
-        namespace, name = self.key
-        fresh = await self._around.kube.get(JOBS + "/{name}", namespace=namespace, name=name)
+        fresh = await self._around.kube.find(JOBS, *self.key)
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
         if version_in(fresh) >= version_in(self._raw):
@@ -304,9 +304,8 @@ class JobLoop:
             "metadata": {"resourceVersion": metadata.get("resourceVersion"), "uid": metadata["uid"]},
             "status": without_credentials(told),
         }
-        namespace, name = self.key
         try:
-            await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=namespace, name=name)
+            await self._around.kube.patch(JOBS, *self.key, patch, subresource="status")
         except ApiFailure as failure:
             if failure.not_found:
                 raise JobGone from failure
@@ -421,9 +420,7 @@ class JobLoop:
             "status": merge_patch(old, new),
         }
         failpoint("before-status-write")
-        written = await self._around.kube.merge(
-            JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name
-        )
+        written = await self._around.kube.patch(JOBS, job.namespace, job.name, patch, subresource="status")
         failpoint("after-status-write")
         self._wrote_progress = now
         if version_in(written) >= version_in(self._raw):

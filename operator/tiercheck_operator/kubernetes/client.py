@@ -1,53 +1,31 @@
-"""Calls the API server with plain dictionaries, off the event loop.
-
-Names come from objects that anybody may write, so none of
-them becomes more than the one segment of a path that it stands for.
-"""
+"""Calls the API server for the operator: writes only while it leads, and reads bounded answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
-import ssl
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
-import urllib3
 from msgspec.json import Decoder
-from urllib3.exceptions import HTTPError
 
-from tiercheck.about import __version__
-from tiercheck.protocol import names
-from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.kubernetes.object_reader import (
-    MOST_ANSWER,
-    Access,
-    most_of,
-    read_object,
-    without_depth,
+from tiercheck_operator.kubernetes.api_server import (
+    TOO_LARGE,
+    ApiClient,
+    ApiFailure,
+    ApiResource,
+    ApiServer,
+    Object,
+    ServerAccess,
 )
+from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
 from tiercheck_operator.model.parsing import UNREADABLE
 
-
-def fill(path: str, **names: str) -> str:
-    """The path with its segments filled in. Raises ValueError for what is no name."""
-    for key, name in names.items():
-        if name in ("", ".", ".."):  # which clients resolve, quoted or not
-            raise ValueError(f"{name!r} is no {key}")
-    return path.format(**{key: quote(name, safe="") for key, name in names.items()})
-
-
-JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
-CORE = "/api/v1/namespaces/{namespace}"
-_NAMESPACE = re.compile(r"/namespaces/([^/?]+)")
-MERGE_PATCH = "application/merge-patch+json"
+R = TypeVar("R")
 
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
@@ -60,52 +38,8 @@ _LISTED_AT_ONCE = 200
 """Objects of one page: the metadata of each takes some KiB."""
 _BUSY_TRIES = 4
 """Times that one call is sent if the server is too busy for it."""
-_RETRIES = urllib3.Retry(
-    total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
-)
-"""Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds until the next try, after the first failure and later ones."""
-_LONGEST_HOLD = 30.0
-"""Seconds; a server that wants to be left alone for longer is asked again after that."""
-_TOO_LARGE = 413
-
-
-class ApiFailure(Exception):
-    """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
-
-    `retry_after`: seconds for which the server wants to be left alone; None: it did not say. `considered`: it
-    is the answer to this call, not one that whatever is called would get.
-    """
-
-    def __init__(
-        self, status: int, message: str, retry_after: float | None = None, considered: bool = False
-    ) -> None:
-        super().__init__(f"{status}: {message}" if status else message)
-        self.status = status
-        self.retry_after = retry_after
-        self.considered = considered
-
-    @property
-    def conflict(self) -> bool:
-        return self.status == 409
-
-    @property
-    def not_found(self) -> bool:
-        return self.status == 404
-
-    @property
-    def busy(self) -> bool:
-        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent
-        again as it is. A disruption budget and a webhook may answer 429 as well, about one object."""
-        if self.considered:
-            return False
-        return self.status == 429 or (self.status == 503 and self.retry_after is not None)
-
-    @property
-    def refused(self) -> bool:
-        """The server said no (quota, admission, rights, validation): asking again soon will not help."""
-        return self.status in (400, 403, 405, _TOO_LARGE, 422)
 
 
 class NameTaken(ApiFailure):
@@ -123,80 +57,98 @@ class NotLeading(ApiFailure):
         super().__init__(0, "this replica does not lead")
 
 
-class Kube:
-    """One connection pool to the API server.
-
-    `may_write` is asked right before anything but a GET is sent, in the sending thread. When the server says
-    that it is busy, all calls hold back for as long as it wants, and the call is sent again.
-    """
+class FencedServer(ApiServer):
+    """Asks `may_write` right before anything but a GET is sent, in the sending thread. What it reads of an
+    object takes a bounded part of our memory."""
 
     def __init__(
         self,
-        access: Access,
+        access: ServerAccess,
         timeout: float = 15.0,
         *,
         may_write: Callable[[], bool] = lambda: True,
         called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
     ) -> None:
-        self._access, self._timeout = access, urllib3.Timeout(total=timeout)
-        self._tls = access.tls
-        self._pool = _new_pool(self._tls)
-        self._may_write, self._called = may_write, called
-        self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
-        self._hold_until = 0.0
-        """Monotonic time."""
+        super().__init__(access, timeout, "tiercheck-operator")
+        self.may_write, self._called = may_write, called
         self._lock = threading.Lock()
         self._writing = 0
-        self._idle = threading.Event()
-        self._idle.set()
+        self.idle = threading.Event()
+        """Set while nothing that was sent to be written is on its way."""
+        self.idle.set()
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def get(self, resource: ApiResource, namespace: str | None, name: str) -> Object:
+        """Raises ApiFailure also for an object that is too large to be read."""
+        found = super().get(resource, namespace, name)
+        if UNREADABLE in found:
+            raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {name}: {found[UNREADABLE]}")
+        return found
+
+    def request(self, method: str, path: str, body: object = None) -> Object:
+        data = self.read(method, path, body)
+        try:
+            return read_object(data, most_of(path)) if data else {}
+        except (TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
+        """The metadata of some objects, and where the next ones begin; empty: nowhere."""
+        data = self.read("GET", path, accept=METADATA_ONLY)
+        try:
+            # Nothing else is made of it: who wrote which field of an object is as deep as the object.
+            page = _PAGE.decode(without_depth(data))
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self._unreadable(error) from error
+        return [each.metadata for each in page.items or ()], page.metadata.more
+
+    def read(self, method: str, path: str, body: object = None, **options: Any) -> bytes:
+        with self._about_to_write() if method != "GET" else contextlib.nullcontext():
+            began, status = time.monotonic(), 200
+            try:
+                return super().read(method, path, body, most=MOST_ANSWER, **options)
+            except ApiFailure as error:
+                status = error.status
+                raise
+            finally:
+                self._called(method, status, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _about_to_write(self) -> Iterator[None]:
+        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
+        with self._lock:
+            self._writing += 1
+            self.idle.clear()
+        try:
+            if not self.may_write():
+                raise NotLeading
+            yield
+        finally:
+            with self._lock:
+                self._writing -= 1
+                if not self._writing:
+                    self.idle.set()
+
+
+class Kube(ApiClient):
+    """When the server says that it is busy, all calls hold back for as long as it wants, and the call is sent
+    again."""
+
+    server: FencedServer
+
+    def __init__(self, server: FencedServer) -> None:
+        super().__init__(server, _THREADS)
+        self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
+        self._hold_until = 0.0
+        """Monotonic time."""
 
     @property
     def may_write(self) -> bool:
         """Whether this replica may act at this very moment."""
-        return self._may_write()
+        return self.server.may_write()
 
     async def drain(self, seconds: float) -> bool:
         """Wait until nothing that was sent to be written is still on its way; False: that took too long."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._idle.wait, seconds)
-
-    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        """None if there is no such object. Raises ApiFailure, also for one that is too large to be read."""
-        try:
-            found = await self._call("GET", _filled(path, names))
-        except ApiFailure as error:
-            if error.not_found:
-                return None
-            raise
-        if UNREADABLE in found:
-            raise ApiFailure(_TOO_LARGE, f"{found.get('kind')} {names.get('name')}: {found[UNREADABLE]}")
-        return found
-
-    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """Raises ApiFailure; `conflict` if it exists already."""
-        return await self._call("POST", _filled(path, names), body)
-
-    async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """Raises ApiFailure."""
-        return await self._call("PUT", _filled(path, names), body)
-
-    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
-        """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
-        return await self._call("PATCH", _filled(path, names), body)
-
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        """With DeleteOptions. Whether there was such an object; it may be gone already. Raises ApiFailure."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
-        try:
-            await self._call("DELETE", _filled(path, names), body)
-        except ApiFailure as error:
-            if not error.not_found:
-                raise
-            return False
-        return True
+        return await asyncio.get_running_loop().run_in_executor(None, self.server.idle.wait, seconds)
 
     async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
         """UID to resourceVersion of every object, as of one moment, from the storage. Raises ApiFailure."""
@@ -212,127 +164,33 @@ class Kube:
             asked = (query, f"limit={page}", f"continue={more}" if more else "")
             try:
                 address = f"{path}?{'&'.join(filter(None, asked))}"
-                found = await self._call("GET", address, accept=METADATA_ONLY)
+                found, more = await self.run(functools.partial(self.server.list_page, address))
             except ApiFailure as error:
-                if error.status != _TOO_LARGE or page == 1:
+                if error.status != TOO_LARGE or page == 1:
                     raise
                 page = max(1, page // 8)
                 continue
-            yield found["items"]
-            more = found["more"]
+            yield found
             if not more:
                 return
 
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
-    ) -> dict[str, Any]:
-        loop, named = asyncio.get_running_loop(), _NAMESPACE.search(path)
-        async with self._turns[hash(named[1]) % _TURNS] if named else contextlib.nullcontext():
+    async def run(self, call: functools.partial[R]) -> R:
+        """With one of its namespace's turns."""
+        # The first text is the namespace, or the path of a list. Things without a namespace have none.
+        named = next((each for each in call.args[:3] if isinstance(each, str)), None)
+        async with self._turns[hash(named) % _TURNS] if named else contextlib.nullcontext():
             for left in reversed(range(_BUSY_TRIES)):
                 await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
                 try:
-                    return await loop.run_in_executor(self._threads, self.call, method, path, body, accept)
+                    return await super().run(call)
                 except ApiFailure as error:
                     if not error.busy:
                         raise
-                    hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
+                    hold = 1.0 if error.retry_after is None else error.retry_after
                     self._hold_until = max(self._hold_until, time.monotonic() + hold)
                     if not left:
                         raise
         raise AssertionError("unreachable")
-
-    def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
-    ) -> dict[str, Any]:
-        """One request, in the calling thread. Raises ApiFailure."""
-        with self._about_to_write() if method != "GET" else contextlib.nullcontext():
-            began, status = time.monotonic(), 200
-            try:
-                return self._send(method, path, body, accept)
-            except ApiFailure as error:
-                status = error.status
-                raise
-            finally:
-                self._called(method, status, time.monotonic() - began)
-
-    @contextlib.contextmanager
-    def _about_to_write(self) -> Iterator[None]:
-        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
-        with self._lock:
-            self._writing += 1
-            self._idle.clear()
-        try:
-            if not self._may_write():
-                raise NotLeading
-            yield
-        finally:
-            with self._lock:
-                self._writing -= 1
-                if not self._writing:
-                    self._idle.set()
-
-    def _connections(self) -> urllib3.PoolManager:
-        """By the TLS context of now: those of an old one trust an authority that may be gone."""
-        tls = self._access.tls
-        with self._lock:
-            if tls is not self._tls:
-                self._tls, self._pool = tls, _new_pool(tls)
-            return self._pool
-
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, accept: str) -> dict[str, Any]:
-        headers = {"Accept": accept, "User-Agent": f"tiercheck-operator/{__version__}"}
-        if body is not None:
-            headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
-        try:
-            response = self._connections().request(
-                method,
-                self._access.server + path,
-                body=json.dumps(body, default=dict) if body is not None else None,
-                headers={**headers, **self._access.headers()},
-                timeout=self._timeout,
-                preload_content=False,
-            )
-            data = response.read(MOST_ANSWER + 1)
-            if len(data) > MOST_ANSWER:
-                response.close()
-            response.release_conn()
-        except (HTTPError, OSError) as error:
-            raise ApiFailure(0, f"the API server does not answer: {error}") from error
-        except ValueError:  # the error quotes the header that cannot be sent
-            raise ApiFailure(
-                0, "the API server cannot be asked: its address or our token has characters that HTTP refuses"
-            ) from None
-        if len(data) > MOST_ANSWER:
-            raise ApiFailure(_TOO_LARGE, f"the API server's answer has more than {MOST_ANSWER} bytes")
-        if not 200 <= response.status < 300:
-            status = _status_of(data)
-            text = "" if data[:1] == b"{" else data[:500].decode(errors="replace")
-            raise ApiFailure(
-                int(response.status),
-                str(status.get("message") or "") or text or str(response.reason),
-                _retry_after(response.headers),
-                # Priority and fairness answer in plain text, before anything of the call is looked at.
-                considered=response.status == 429
-                and (status.get("kind") == "Status" or (path.endswith("/eviction") and bool(status))),
-            )
-        try:
-            if accept == METADATA_ONLY:
-                # Nothing else is made of it: who wrote which field of an object is as deep as the object.
-                page = _PAGE.decode(without_depth(data))
-                return {"items": [each.metadata for each in page.items or ()], "more": page.metadata.more}
-            return read_object(data, most_of(path)) if data else {}
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:
-            raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
-
-
-async def evict(kube: Kube, options: Mapping[str, Any], **names: str) -> None:
-    """A pod, with DeleteOptions. Raises ApiFailure; `considered` if a disruption budget keeps it."""
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": names, "deleteOptions": options}
-    await kube.create(CORE + "/pods/{name}/eviction", body, **names)
-
-
-def _new_pool(tls: ssl.SSLContext | None) -> urllib3.PoolManager:
-    return urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=tls)
 
 
 class ObjectMetadata(msgspec.Struct):
@@ -367,25 +225,3 @@ _PAGE = Decoder(_Page)
 def version_of(text: object) -> int:
     """Of a resourceVersion. They may be compared: integers in every API server (KEP-5504)."""
     return int(str(text)) if str(text or "").isdigit() else 0
-
-
-def _filled(path: str, names: Mapping[str, str]) -> str:
-    try:
-        return fill(path, **names)
-    except ValueError as error:
-        raise ApiFailure(400, str(error)) from error
-
-
-def _retry_after(headers: Any) -> float | None:
-    """Seconds; a date, which the API server never sends, counts as not said."""
-    text = str((headers or {}).get("Retry-After") or "")
-    return min(float(text), _LONGEST_HOLD) if text.isdigit() else None
-
-
-def _status_of(body: bytes) -> Mapping[str, Any]:
-    """The Status object of an error; empty: it is none."""
-    try:
-        found = parse_json(body or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from tiercheck.failpoints import failpoint
-from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.api_server import LEASES, ApiFailure, ApiServer
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
 
 
 # As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another
@@ -109,9 +109,6 @@ class Candidate:
         return now < self._until
 
 
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-
-
 def parse_lease(raw: Mapping[str, Any]) -> Record:
     """Tolerant: whatever is missing counts as not held."""
     spec = raw.get("spec") or {}
@@ -165,12 +162,6 @@ _JITTER = 0.2
 """Waiting replicas look at most this part of the pause later, so that they do not all ask at once."""
 
 
-class Api(Protocol):
-    """The calls that are needed, each blocking. All raise ApiFailure."""
-
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]: ...
-
-
 def boot_clock() -> float:
     """Seconds that go on while the process is stopped and, if that can be told, while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
@@ -183,7 +174,7 @@ class Elector(threading.Thread):
 
     def __init__(
         self,
-        api: Api,
+        api: ApiServer,
         lease: tuple[str, str],
         identity: str,
         terms: Terms,
@@ -241,7 +232,7 @@ class Elector(threading.Thread):
         """One round: read what has to be read, write what may be written."""
         try:
             if self._raw is None or not self._led:
-                self._raw = self._read()
+                self._raw = self._api.find(LEASES, self._namespace, self._lease)
             move = self._candidate.see(None if self._raw is None else parse_lease(self._raw), self._clock())
             self._note_holder()
             if move is LeaseMove.WAIT or not self._alive():
@@ -268,14 +259,6 @@ class Elector(threading.Thread):
         except ApiFailure as error:
             log.warning("lease %s was not given back: %s", self._lease, error)
 
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            return self._api.call("GET", self._path + "/" + self._lease)
-        except ApiFailure as error:
-            if error.not_found:
-                return None
-            raise
-
     def _write(self, holder: str) -> None:
         belonging = self._belonging() if self._raw is None else None
         sent = self._clock()
@@ -290,21 +273,20 @@ class Elector(threading.Thread):
             belonging=belonging,
         )
         if self._raw is None:
-            self._raw = self._api.call("POST", self._path, body)
+            self._raw = self._api.create(LEASES, self._namespace, body)
         else:
-            self._raw = self._api.call("PUT", self._path + "/" + self._lease, body)
+            self._raw = self._api.replace(LEASES, self._namespace, self._lease, body)
         failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
 
     def _belonging(self) -> dict[str, Any]:
         """Of a lease that is made now: the Deployment has its name."""
         try:
-            found = self._api.call("GET", DEPLOYMENT.format(namespace=self._namespace, name=self._lease))
+            return owner_metadata(self._api.find(DEPLOYMENTS, self._namespace, self._lease))
         except ApiFailure as error:
-            if error.not_found or error.refused:
+            if error.refused:
                 return {}
             raise
-        return owner_metadata(found)
 
     def _note_holder(self) -> None:
         holder = parse_lease(self._raw).holder if self._raw is not None else ""
@@ -318,7 +300,3 @@ class Elector(threading.Thread):
             self._led = leads
             log.info("%s: this replica %s", self.identity, "leads now" if leads else "does not lead any more")
             self._changed(leads)
-
-    @property
-    def _path(self) -> str:
-        return LEASES.format(namespace=self._namespace)

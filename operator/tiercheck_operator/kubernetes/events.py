@@ -16,7 +16,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.redaction import redacted
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import EVENTS, ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.model.actions import DeletePod, Notice
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.status import rfc3339
@@ -114,7 +115,7 @@ class EventPoster:
             "message": _told(series.notice),
         }
         try:
-            await self._kube.merge(CORE + "/events/{name}", again, namespace=job.namespace, name=series.name)
+            await self._kube.patch(EVENTS, job.namespace, series.name, again)
         except ApiFailure as error:
             if error.not_found:
                 return False
@@ -185,7 +186,7 @@ async def _post(kube: Kube, about: Mapping[str, str], notice: Notice, now: float
         "reportingInstance": _COMPONENT,
     }
     try:
-        await kube.create(CORE + "/events", body, namespace=about["namespace"])
+        await kube.create(EVENTS, about["namespace"], body)
     except ApiFailure as error:
         _log_loss(about, notice, error)
         return ""

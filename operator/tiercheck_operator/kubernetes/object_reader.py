@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import kopf
 import msgspec
+import urllib3
 from aiohttp.client_reqrep import ClientRequest
 from msgspec.json import Decoder
 
@@ -301,6 +302,12 @@ log = logging.getLogger(__name__)
 _READ_EVERY = 10.0
 """Seconds; a cluster's new authority, or a new token, is used that soon after the kubelet has written it."""
 _FILES = ("ca_path", "certificate_path", "private_key_path")
+_CONNECTIONS = 20
+"""As many as there are threads that call: eight of each client, and the election's."""
+_RETRIES = urllib3.Retry(
+    total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
+)
+"""Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
 
 
 def log_in() -> kopf.ConnectionInfo:
@@ -324,7 +331,7 @@ class Access:
         self._lock = threading.Lock()
         self._known, self._read_at = read(), time.monotonic()
         self.server = self._known.server.rstrip("/")
-        self._proof, self._tls = _trust_of(self._known)
+        self._proof, self._tls, self._pool = _trust_of(self._known)
 
     def info(self) -> kopf.ConnectionInfo:
         """As it is now; what cannot be read is as it was."""
@@ -334,7 +341,7 @@ class Access:
                 with contextlib.suppress(OSError, ValueError, LookupError, kopf.LoginError):
                     known = self._read()
                     if _contents(known) != self._proof:
-                        self._proof, self._tls = _trust_of(known)
+                        self._proof, self._tls, self._pool = _trust_of(known)
                         log.info("the API server's authority, or our certificate, has changed")
                     self._known = known
             return self._known
@@ -345,15 +352,21 @@ class Access:
         self.info()
         return self._tls
 
+    def pool(self) -> urllib3.PoolManager:
+        """By the TLS context of now: connections of an old one trust an authority that may be gone."""
+        self.info()
+        return self._pool
+
     def headers(self) -> Mapping[str, str]:
         """Who we are."""
         return self.info().as_http_headers()
 
 
-def _trust_of(info: kopf.ConnectionInfo) -> tuple[object, ssl.SSLContext | None]:
-    """The proofs of both sides, and a TLS context made of them. Raises OSError, ValueError."""
+def _trust_of(info: kopf.ConnectionInfo) -> tuple[object, ssl.SSLContext | None, urllib3.PoolManager]:
+    """The proofs of both sides, and TLS and connections made of them. Raises OSError, ValueError."""
     proof = _contents(info)
-    return proof, info.as_ssl_context() if info.server.startswith("https:") else None
+    tls = info.as_ssl_context() if info.server.startswith("https:") else None
+    return proof, tls, urllib3.PoolManager(maxsize=_CONNECTIONS, retries=_RETRIES, ssl_context=tls)
 
 
 def _contents(info: kopf.ConnectionInfo) -> object:

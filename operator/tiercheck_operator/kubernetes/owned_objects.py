@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tiercheck_operator.kubernetes.api_server import (
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    LEASES,
+    NAMESPACES,
+    SECRETS,
+    SERVICES,
+    ApiFailure,
+    ApiResource,
+)
 from tiercheck_operator.kubernetes.certificates import issue
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.owned import (
     GANGS,
@@ -34,11 +44,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SECRET = CORE + "/secrets/{name}"
-_SERVICE = CORE + "/services/{name}"
-_PLACEMENT = CORE + "/configmaps/{name}"
-_BUDGETS = "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
-
 
 class Belongings:
     """Of one job. `refresh` asks the API server; every method raises ApiFailure."""
@@ -57,26 +62,26 @@ class Belongings:
     async def refresh(self, job: JobView) -> None:
         """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever
         becomes of the Secret."""
-        secret = await self._own(_SECRET, owned.credentials_name(job), job)
+        secret = await self._own(SECRETS, owned.credentials_name(job), job)
         self.have_secret = secret is not None
         self.credentials = _parsed(job, secret, parse_secret) or self.credentials
-        self.have_service = await self._own(_SERVICE, owned.service_name(job), job) is not None
-        saved = await self._own(_PLACEMENT, placement_name(job.name), job)
+        self.have_service = await self._own(SERVICES, owned.service_name(job), job) is not None
+        saved = await self._own(CONFIG_MAPS, placement_name(job.name), job)
         self.placement = _parsed(job, saved, parse_placement)
         self.gang_problem = ""  # worth another try
         if job.spec.attach is None:
             await self._refresh_budget(job)
 
-    async def _own(self, path: str, name: str, job: JobView) -> dict[str, Any] | None:
+    async def _own(self, resource: ApiResource, name: str, job: JobView) -> dict[str, Any] | None:
         """The object if it is the job's: one created again must not take over what its namesake left."""
-        found = await self._kube.get(path, namespace=job.namespace, name=name)
+        found = await self._kube.find(resource, job.namespace, name)
         return found if found is not None and _owned_by(found, job) else None
 
     async def _refresh_budget(self, job: JobView) -> None:
         """A budget is worth having, and worth no failure."""
-        self.budget, self.budget_problem, name = None, "", job.name
+        self.budget, self.budget_problem = None, ""
         try:
-            found = await self._kube.get(_BUDGETS + "/{name}", namespace=job.namespace, name=name)
+            found = await self._kube.find(DISRUPTION_BUDGETS, job.namespace, job.name)
         except ApiFailure as error:
             if not error.refused:
                 raise
@@ -94,12 +99,13 @@ class Belongings:
         if self.gang_problem or job.spec.gang is None:
             return
         kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
+        groups = pod_groups(job.spec.gang)
         try:
-            await self._kube.create(kind.path, body, namespace=job.namespace)
+            await self._kube.create(groups, job.namespace, body)
             self.have_gang = True
         except ApiFailure as error:
             if error.conflict:
-                found = await self._own(kind.path + "/{name}", name, job)
+                found = await self._own(groups, name, job)
                 if found is None:
                     self.gang_problem = (
                         f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
@@ -123,21 +129,20 @@ class Belongings:
 
     async def remove_gang(self, job: JobView) -> None:
         if job.spec.gang is not None:
-            path = GANGS[job.spec.gang].path + "/{name}"
-            await self._kube.delete(path, {}, namespace=job.namespace, name=job.name)
+            await self._kube.delete(pod_groups(job.spec.gang), job.namespace, job.name)
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
         """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
         if self.budget_problem:
             return
-        names = {"namespace": job.namespace, "name": job.name}
         body = build_budget(job, min_available)
         try:
             if self.budget is None:
-                await self._kube.create(_BUDGETS, body, namespace=job.namespace)
+                await self._kube.create(DISRUPTION_BUDGETS, job.namespace, body)
             else:
-                await self._kube.merge(_BUDGETS + "/{name}", {"spec": body["spec"]}, **names)
+                spec = {"spec": body["spec"]}
+                await self._kube.patch(DISRUPTION_BUDGETS, job.namespace, job.name, spec)
             self.budget = min_available
         except ApiFailure as error:
             if error.refused:
@@ -150,9 +155,8 @@ class Belongings:
 
     async def remove_budget(self, job: JobView) -> None:
         """As `ensure_budget`."""
-        names = {"namespace": job.namespace, "name": job.name}
         try:
-            await self._kube.delete(_BUDGETS + "/{name}", {}, **names)
+            await self._kube.delete(DISRUPTION_BUDGETS, job.namespace, job.name)
             self.budget = None
         except ApiFailure as error:
             log.warning("%s/%s: PodDisruptionBudget was not removed: %s", job.namespace, job.name, error)
@@ -166,37 +170,42 @@ class Belongings:
 
     async def ensure_credentials(self, job: JobView) -> None:
         credentials = self.credentials or issue(job.uid)
-        if await self._create("secrets", build_secret(job, credentials), job):
+        if await self._create(SECRETS, build_secret(job, credentials), job):
             self.credentials, self.have_secret = credentials, True
         else:
             await self.refresh(job)
 
     async def ensure_service(self, job: JobView) -> None:
-        await self._create("services", build_service(job), job)
+        await self._create(SERVICES, build_service(job), job)
         self.have_service = True
 
     async def save_placement(self, job: JobView, placement: SavedPlacement) -> None:
         body = build_placement(job, placement)
-        if not await self._create("configmaps", body, job):
-            name = placement_name(job.name)
-            await self._kube.replace(_PLACEMENT, body, namespace=job.namespace, name=name)
+        if not await self._create(CONFIG_MAPS, body, job):
+            await self._kube.replace(CONFIG_MAPS, job.namespace, placement_name(job.name), body)
         self.placement = placement
 
-    async def _create(self, plural: str, body: dict[str, Any], job: JobView) -> bool:
+    async def _create(self, resource: ApiResource, body: dict[str, Any], job: JobView) -> bool:
         """False: the job has it already. One of a job of the same name that was just deleted goes with that;
         or it is a person's."""
-        name, path = body["metadata"]["name"], f"{CORE}/{plural}"
+        name = body["metadata"]["name"]
         try:
-            await self._kube.create(path, body, namespace=job.namespace)
+            await self._kube.create(resource, job.namespace, body)
         except ApiFailure as error:
             if not error.conflict:
                 raise
-            found = await self._kube.get(path + "/{name}", namespace=job.namespace, name=name)
+            found = await self._kube.find(resource, job.namespace, name)
             if found is not None and not _owned_by(found, job):
                 why = f"{body['kind']} {name} is not this job's; if it stays, remove or rename it"
                 raise ApiFailure(422, why) from error
             return False
         return True
+
+
+def pod_groups(scheduler: str) -> ApiResource:
+    """That a scheduler with gangs, as the job names it, knows."""
+    kind = GANGS[scheduler]
+    return ApiResource(f"{kind.group}/{kind.version}", "podgroups")
 
 
 def _parsed(job: JobView, raw: dict[str, Any] | None, parse: Callable[[dict[str, Any]], T]) -> T | None:
@@ -224,7 +233,7 @@ def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
 # Clusters that share a bucket know each other by the UID of the namespace kube-system, which lives as long
 # as its cluster does.
 
-DEPLOYMENT = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
+DEPLOYMENTS = ApiResource("apps/v1", "deployments")
 
 
 def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -241,9 +250,6 @@ def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"ownerReferences": [reference]}
 
 
-_SYSTEM = "/api/v1/namespaces/kube-system"
-
-
 class ClusterIdentity:
     """Asked for when a pod is made, and remembered."""
 
@@ -256,7 +262,7 @@ class ClusterIdentity:
         """Empty if this operator may not know it. Raises ApiFailure if the server does not answer."""
         if not self._uid:
             try:
-                found = await self._kube.get(_SYSTEM) or {}
+                found = await self._kube.find(NAMESPACES, None, "kube-system") or {}
             except ApiFailure as error:
                 if not error.refused:
                     raise
@@ -272,9 +278,6 @@ class ClusterIdentity:
         return self._uid
 
 
-_LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
-
-
 class NodeLeases:
     """Of one cluster. Times are unix seconds by the operator's clock."""
 
@@ -287,7 +290,7 @@ class NodeLeases:
         found: dict[str, float] = {}
         for node in nodes:
             try:
-                raw = await self._kube.get(_LEASE, name=node)
+                raw = await self._kube.find(LEASES, "kube-node-lease", node)
             except ApiFailure:
                 continue
             renewed = str(((raw or {}).get("spec") or {}).get("renewTime") or "")
@@ -301,9 +304,10 @@ class NodeLeases:
         return found
 
 
-_VERSIONS = ("v1beta2", "v1beta1")
+_TOPOLOGIES = [
+    ApiResource(f"kueue.x-k8s.io/{version}", "topologies", False) for version in ("v1beta2", "v1beta1")
+]
 """Newest first. A server that serves neither answers 404 to both."""
-_TOPOLOGY = "/apis/kueue.x-k8s.io/{version}/topologies/{name}"
 
 
 class TopologySource:
@@ -332,8 +336,8 @@ class TopologySource:
 
     async def _find(self, name: str) -> tuple[tuple[dict[str, str], ...], str]:
         try:
-            for version in _VERSIONS:
-                raw = await self._kube.get(_TOPOLOGY, version=version, name=name)
+            for topologies in _TOPOLOGIES:
+                raw = await self._kube.find(topologies, None, name)
                 if raw is not None:
                     return levels_of(raw), ""
         except ApiFailure as error:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, version_of
+from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
+from tiercheck_operator.kubernetes.client import Kube, version_of
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 
 log = logging.getLogger(__name__)
@@ -223,19 +224,13 @@ _SETTLE = 1.0
 
 @dataclass(frozen=True)
 class WatchedKind:
-    """How a kind is listed, what is known of it, and what to do if a UID turns out to be gone."""
+    """How a kind is listed, what is known of it, and what to do if an object has changed or a UID is gone."""
 
-    api: str
-    plural: str
+    resource: ApiResource
     query: str
     known: Watched[Any]
+    changed: Callable[[Mapping[str, Any]], None]
     gone: Callable[[str], Awaitable[None]]
-    namespaced: bool = True
-
-    def paths(self, namespaces: tuple[str, ...]) -> list[str]:
-        if not self.namespaced or not namespaces:
-            return [f"{self.api}/{self.plural}"]
-        return [f"{self.api}/namespaces/{namespace}/{self.plural}" for namespace in namespaces]
 
 
 class Resync:
@@ -303,9 +298,9 @@ class Resync:
         kind, hearing = self._kinds[name], self._hearing[name]
         before = kind.known.uids()
         listed: dict[str, int] = {}
-        for path in kind.paths(self._namespaces):
+        for namespace in (self._namespaces if kind.resource.namespaced else ()) or (None,):
             try:
-                listed |= await self._kube.list_versions(path, kind.query)
+                listed |= await self._kube.list_versions(kind.resource.path(namespace), kind.query)
             except ApiFailure as error:
                 if not error.not_found:  # the kind is not installed (any more)
                     raise

@@ -173,10 +173,6 @@ class GangKind:
     """The pod names the group in spec.schedulingGroup, and the least number lies in spec.schedulingPolicy."""
 
     @property
-    def path(self) -> str:
-        return f"/apis/{self.group}/{self.version}/namespaces/{{namespace}}/podgroups"
-
-    @property
     def served(self) -> str:
         """As in `kubectl api-resources`."""
         return f"podgroups.{self.group}/{self.version}"

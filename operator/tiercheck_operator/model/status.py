@@ -109,8 +109,8 @@ class Recovery:
     """The attempt before ended before training was released in it, so what it gave up still counts."""
     keeps: bool = False
     """Processes of the attempt before may stay (`spec.recovery.inProcess`)."""
-    kept: Annotated[int, At("keptWorkers")] = 0
-    """Workers whose processes did, as of the release."""
+    kept: Annotated[int, At("keptRanks")] = 0
+    """Ranks whose processes did, as of the release."""
 
     @property
     def version(self) -> Version | None:

@@ -171,13 +171,13 @@ class TrainerWatch:
         if self._listeners.get(rank, (None, 0))[0] is connection:
             del self._listeners[rank]
 
-    def listens(self, ranks: Iterable[int]) -> bool:
-        """Whether the processes of these ranks, which are all local ones, may stay."""
-        return all(rank in self._listeners for rank in ranks)
+    def listeners(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Returns those of the local `ranks` whose processes may stay."""
+        return tuple(rank for rank in ranks if rank in self._listeners)
 
-    def has_left(self, ranks: Iterable[int], attempt: int) -> bool:
-        """Whether all of them have left their step for this attempt."""
-        return all(self._listeners.get(rank, (None, 0))[1] == attempt for rank in ranks)
+    def left(self, ranks: Iterable[int], attempt: int) -> tuple[int, ...]:
+        """Returns those that have left their step for this attempt."""
+        return tuple(rank for rank in ranks if self._listeners.get(rank, (None, 0))[1] == attempt)
 
     def event(self, event: LauncherEvent, now: float) -> None:
         self._last = (event, now)

@@ -204,7 +204,7 @@ class TrainerSocket:
             phase = (
                 Phase.HOLD
             )  # this attempt is over here; starting it again would give its versions two histories
-        may_stay = directive.policy.interrupt_seconds if trainer.listens(self._vault.ranks) else 0.0
+        ranks = self._vault.ranks if directive.policy.interrupt_seconds else ()
         return Order(
             attempt=attempt,
             phase=phase,
@@ -216,7 +216,8 @@ class TrainerSocket:
             dump_stacks=trainer.report.stalled_since is not None,
             exit_code=directive.exit_code,
             health_check=directive.policy.health_check,
-            interrupt_seconds=may_stay,
-            stays=may_stay > 0 and trainer.has_left(self._vault.ranks, attempt),
+            interrupt_seconds=directive.policy.interrupt_seconds,
+            listens=trainer.listeners(ranks),
+            stays=trainer.left(ranks, attempt),
             joins=directive.joins,
         )

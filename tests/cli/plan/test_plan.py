@@ -13,7 +13,7 @@ from tests.cli import recorded
 from tests.cli.shown import FakeCluster, matches, rendered
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, made_up_nodes, plan_layout, read_job, read_nodes
-from tiercheck_cli.plan.picture import svg
+from tiercheck_cli.plan.command import svg
 from tiercheck_cli.plan.screen import group_name, links, screen
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.kubernetes.api_server import PODS
 
 DEADLINE = 30.0
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.local.cluster.bench import Bench, PodBuilder, condition
-from tiercheck_cli.api_server import NODES, PODS, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.cluster import LocalCluster, NothingToHit
 from tiercheck_local.nodespec import RACK, NodeSpec
 from tiercheck_local.running import wait_for
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure
 
 pytestmark = pytest.mark.cluster
 
@@ -229,7 +229,7 @@ def test_fault_without_target_says_so(bench: Bench) -> None:
     bench.phase(name, "Succeeded")
     with pytest.raises(NothingToHit, match=name):
         bench.faults.kill_container_process(name, "main")
-    with pytest.raises(RequestFailed, match="not found"):
+    with pytest.raises(ApiFailure, match="not found"):
         bench.faults.evict_pod("no-such-pod")
     with pytest.raises(NothingToHit, match="sealed"):
         bench.faults.flip_bit(name, rank=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.cluster.bench import Bench, PodBuilder, condition, reference
-from tiercheck_cli.api_server import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES
+from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES
 
 pytestmark = pytest.mark.cluster
 

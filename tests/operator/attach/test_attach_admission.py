@@ -19,7 +19,7 @@ from tiercheck_operator.attach.injection import Attachment, attached_job, job_na
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
 from tiercheck_operator.attach.webhook import Admission, difference
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
 PLURALS = {

@@ -17,7 +17,7 @@ from tests.operator.attach.attach_shapes import Object
 from tests.operator.attach.test_attach_admission import admitted, having, made_job
 from tiercheck.protocol import names
 from tiercheck_operator.attach.adoption import Adoption, LeftOut
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod
 

@@ -23,15 +23,15 @@ from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import having
 from tests.operator.sidecar_over_https import until_turn
 from tiercheck.protocol import names
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
+from tiercheck_local.markers import free_ports
 from tiercheck_operator.attach import webhook
 from tiercheck_operator.attach.trust import Trust, renew_when_due
 from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Doors, Webhook
 from tiercheck_operator.config import Config, WebhookConfig
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
-from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)
@@ -69,7 +69,7 @@ async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> 
 async def test_certificate_belongs_to_the_operators_deployment_and_still_does_when_it_was_renewed() -> None:
     """So Kubernetes removes it when the operator is uninstalled."""
     cluster = having_hook()
-    deployment = DEPLOYMENT.format(namespace="tiercheck-system", name="op")
+    deployment = DEPLOYMENTS.path("tiercheck-system", "op")
     cluster.objects[deployment] = {"metadata": {"name": "op", "uid": "u-7"}}
     of_it = trust(cluster, "a", deployment=("tiercheck-system", "op"))
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "op", "uid": "u-7"}

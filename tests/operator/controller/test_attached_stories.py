@@ -11,8 +11,8 @@ from tests.operator.api_model import ApiModel
 from tests.operator.kubelet_words import made_by
 from tests.operator.world_in_memory import REMOTE, TEMPLATE, World, make_spec, trained
 from tiercheck.protocol import names
-from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.owned_objects import Belongings, pod_groups
 from tiercheck_operator.manifests.owned import GANGS, build_gang
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.actions import CreatePod
@@ -364,7 +364,7 @@ async def test_gang_of_another_size_is_made_anew_and_a_strangers_is_left_alone()
     raw["spec"]["gang"] = {"scheduler": "Volcano"}
     job = parse_job(raw)
     small = build_gang(replace(job, spec=replace(job.spec, workers=2)))
-    path = f"{GANGS['Volcano'].path.format(namespace='ns')}/j"
+    path = pod_groups("Volcano").path("ns", "j")
     server = ApiModel({path: small})
     belongings = Belongings(server)
     await belongings.ensure_gang(job)

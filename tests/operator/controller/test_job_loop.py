@@ -18,7 +18,8 @@ from tests.operator.world_in_memory import TEMPLATE, trained
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
-from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
@@ -27,7 +28,7 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 
-PATH = JOBS.format(namespace="default") + "/j"
+PATH = JOBS.path("default", "j")
 
 
 class StandIn(ApiModel):
@@ -47,11 +48,11 @@ class StandIn(ApiModel):
     def pods_made(self) -> int:
         return sum("/pods/" in call.path for call in self.did("POST"))
 
-    def call(self, method: str, path: str, body: Any = None, accept: str = "") -> dict[str, Any]:
+    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         if self.away and (method, path) == ("GET", PATH):
             self.away -= 1
             raise ApiFailure(0, "the API server does not answer")
-        made = super().call(method, path, body, accept)
+        made = super().call(method, path, body)
         if method == "POST" and "/pods" in path:
             self.pod_made()
         return made
@@ -243,10 +244,10 @@ async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_els
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class NoMaps(StandIn):
-        def call(self, method: str, path: str, body: Any = None, accept: str = "") -> dict[str, Any]:
+        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
             if path.endswith("/configmaps"):
                 raise ApiFailure(403, "exceeded quota: configmaps")
-            return super().call(method, path, body, accept)
+            return super().call(method, path, body)
 
     def begin(obs: Observation) -> Decision:
         before = (SavePlacement(SavedPlacement(1, ())), CreatePod(0, 0, ()), EnsureService())

@@ -17,7 +17,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor, RefusalMemory
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService
@@ -275,7 +275,7 @@ async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_aft
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         raise ApiFailure(500, "the status cannot be written")
 
-    monkeypatch.setattr(kube, "merge", refuse)
+    monkeypatch.setattr(kube, "patch", refuse)
     with pytest.raises(ApiFailure):
         await loop._reconcile()
     await loop._tell_removed()
@@ -300,6 +300,7 @@ async def test_pod_of_another_controller_is_evicted_and_deleted_only_where_that_
     assert server.asked == [
         (method, "j-3-1") for method in ("PATCH", "EVICT", "DELETE")[: 2 if refusal is None else 3]
     ]
-    grace = {"gracePeriodSeconds": 0} if force else {}
-    assert server.calls[1].body["deleteOptions"] == {"preconditions": {"uid": "uid-3"}, **grace}
+    options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+    options |= {"preconditions": {"uid": "uid-3"}, **({"gracePeriodSeconds": 0} if force else {})}
+    assert server.calls[1].body["deleteOptions"] == options
     assert work.take_deleted_pods() == [action]

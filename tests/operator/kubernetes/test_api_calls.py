@@ -16,7 +16,8 @@ import pytest
 from tests.operator.api_model import ApiModel
 from tests.operator.world_in_memory import START, World
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure, ApiResource
+from tiercheck_operator.kubernetes.client import FencedServer, Kube, NotLeading
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 from tiercheck_operator.model.actions import Notice
@@ -34,8 +35,11 @@ class Scripted:
     """What is to happen before a path is answered."""
     url: str = ""
 
-    def access(self) -> Access:
-        return Access(lambda: kopf.ConnectionInfo(server=self.url))
+    def kube(self, **options: Any) -> Kube:
+        return Kube(FencedServer(Access(lambda: kopf.ConnectionInfo(server=self.url)), **options))
+
+
+THINGS = ApiResource("v1", "things", namespaced=False)
 
 
 @pytest.fixture
@@ -71,48 +75,51 @@ async def test_busy_server_is_left_alone_for_as_long_as_it_wants_and_the_call_is
     server: Scripted,
 ) -> None:
     server.script = [BUSY]
-    kube = Kube(server.access())
-    assert await kube.create("/things", {"a": 1}) == {"message": "said"}
+    kube = server.kube()
+    assert await kube.create(THINGS, None, {"a": 1}) == {"message": "said"}
     (_, _, first), (_, _, second) = server.asked
     assert second - first >= 1.0
 
 
 async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scripted) -> None:
     server.script = [BUSY]
-    kube = Kube(server.access())
-    await kube.create("/first", {})
+    kube = server.kube()
+    await kube.create(THINGS, None, {})
     server.script = [BUSY]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercheck_operator.kubernetes.client._BUSY_TRIES", 1)
         with pytest.raises(ApiFailure, match="429"):
-            await kube.create("/second", {})
+            await kube.create(THINGS, None, {})
     refused = server.asked[-1][2]
-    await kube.get("/third")
+    await kube.find(THINGS, None, "third")
     assert server.asked[-1][2] - refused >= 1.0
 
 
-@pytest.mark.parametrize("path", ["/api/v1/namespaces/ml/pods/p/eviction", "/api/v1/namespaces/ml/pods"])
-async def test_answer_about_one_object_holds_up_no_other_call(server: Scripted, path: str) -> None:
+@pytest.mark.parametrize(("evicts", "kind"), [(True, "Status"), (True, "No"), (False, "Status")])
+async def test_answer_about_one_object_holds_up_no_other_call(
+    server: Scripted, evicts: bool, kind: str
+) -> None:
     """Of a disruption budget, and of an admission webhook that uses the same code."""
     server.script = [(429, {"Retry-After": "30"})]
-    server.pages = {path: {"kind": "Status", "message": "it would violate the pod's disruption budget"}}
-    kube = Kube(server.access())
+    path = "/api/v1/namespaces/ml/pods" + "/p/eviction" * evicts
+    server.pages = {path: {"kind": kind, "message": "it would violate the pod's disruption budget"}}
+    kube = server.kube()
     with pytest.raises(ApiFailure, match="disruption budget") as caught:
-        await kube.create(path, {})
-    assert (caught.value.considered, caught.value.busy) == (True, False)
+        await (kube.evict("ml", "p") if evicts else kube.create(PODS, "ml", {}))
+    assert (caught.value.considered, caught.value.busy, kube._hold_until) == (True, False, 0.0)
     async with asyncio.timeout(20):
-        await kube.get("/other")
+        await kube.find(THINGS, None, "other")
     assert len(server.asked) == 2, "and it is not tried again at once"
 
 
 async def test_calls_about_one_namespace_leave_threads_to_the_others(server: Scripted) -> None:
     released = threading.Event()
-    server.waits = {"/api/v1/namespaces/many/pods": released}
-    kube = Kube(server.access())
+    server.waits = {"/api/v1/namespaces/many/pods/p": released}
+    kube = server.kube()
     try:
-        many = [asyncio.create_task(kube.get("/api/v1/namespaces/many/pods")) for _ in range(100)]
+        many = [asyncio.create_task(kube.find(PODS, "many", "p")) for _ in range(100)]
         async with asyncio.timeout(20):
-            await asyncio.gather(*(kube.get(f"/api/v1/namespaces/n{number}/pods") for number in range(20)))
+            await asyncio.gather(*(kube.find(PODS, f"n{number}", "p") for number in range(20)))
         assert not any(task.done() for task in many)
     finally:
         released.set()
@@ -122,7 +129,7 @@ async def test_calls_about_one_namespace_leave_threads_to_the_others(server: Scr
 async def test_server_that_stays_busy_is_reported_with_its_wish(server: Scripted) -> None:
     server.script = [(503, {"Retry-After": "0"})] * 20
     with pytest.raises(ApiFailure) as caught:
-        await Kube(server.access()).get("/x")
+        await server.kube().find(THINGS, None, "x")
     assert (caught.value.status, caught.value.retry_after, caught.value.busy) == (503, 0.0, True)
     assert len(server.asked) == 4
 
@@ -131,29 +138,38 @@ async def test_server_that_stays_busy_is_reported_with_its_wish(server: Scripted
 async def test_failure_that_may_have_had_an_effect_is_not_sent_again(server: Scripted, status: int) -> None:
     server.script = [(status, {})]
     with pytest.raises(ApiFailure, match=str(status)):
-        await Kube(server.access()).create("/x", {})
+        await server.kube().create(THINGS, None, {})
     assert len(server.asked) == 1
 
 
 async def test_nothing_is_written_by_a_replica_that_does_not_lead(server: Scripted) -> None:
     leads = True
-    kube = Kube(server.access(), may_write=lambda: leads)
-    await kube.create("/a", {})
+    kube = server.kube(may_write=lambda: leads)
+    await kube.create(THINGS, None, {})
     leads = False
-    for call in (kube.create("/a", {}), kube.merge("/a", {}), kube.replace("/a", {}), kube.delete("/a", {})):
+    for call in (
+        kube.create(THINGS, None, {}),
+        kube.patch(THINGS, None, "a", {}),
+        kube.replace(THINGS, None, "a", {}),
+        kube.delete(THINGS, None, "a"),
+        kube.evict("ml", "p"),
+    ):
         with pytest.raises(NotLeading):
             await call
-    await kube.get("/b")
-    assert [(verb, path) for verb, path, _ in server.asked] == [("POST", "/a"), ("GET", "/b")]
+    await kube.find(THINGS, None, "b")
+    assert [(verb, path) for verb, path, _ in server.asked] == [
+        ("POST", "/api/v1/things"),
+        ("GET", "/api/v1/things/b"),
+    ]
 
 
 async def test_calls_are_counted_by_verb_and_outcome(server: Scripted) -> None:
     seen: list[tuple[str, int]] = []
     server.script = [(200, {}), (409, {})]
-    kube = Kube(server.access(), called=lambda verb, status, seconds: seen.append((verb, status)))
-    await kube.get("/a")
+    kube = server.kube(called=lambda verb, status, seconds: seen.append((verb, status)))
+    await kube.find(THINGS, None, "a")
     with pytest.raises(ApiFailure):
-        await kube.create("/a", {})
+        await kube.create(THINGS, None, {})
     assert seen == [("GET", 200), ("POST", 409)]
     assert await kube.drain(1.0)
 
@@ -163,39 +179,31 @@ async def test_long_lists_come_in_pages(server: Scripted) -> None:
         "/l?q=1&limit=2": {"metadata": {"continue": "more"}, "items": [_listed("a", 5)]},
         "/l?q=1&limit=2&continue=more": {"metadata": {}, "items": [_listed("b", 7)]},
     }
-    assert await Kube(server.access()).list_versions("/l", "q=1", page=2) == {"a": 5, "b": 7}
+    assert await server.kube().list_versions("/l", "q=1", page=2) == {"a": 5, "b": 7}
 
 
 async def test_versions_are_read_however_deep_an_object_is(server: Scripted) -> None:
     entry = json.dumps(_listed("a", 5)).replace('"uid"', '"deep":' + "[" * 10_000 + "]" * 10_000 + ',"uid"')
     server.texts = {"/l?limit=200": f'{{"metadata":{{}},"items":[{entry}]}}'}
-    assert await Kube(server.access()).list_versions("/l") == {"a": 5}
+    assert await server.kube().list_versions("/l") == {"a": 5}
 
 
 async def test_page_that_is_too_large_is_asked_for_in_smaller_ones(server: Scripted) -> None:
     large = _listed("a", 5) | {"more": "x" * MOST_ANSWER}
     server.pages = {"/l?limit=200": {"items": [large]}, "/l?limit=25": {"items": [_listed("b", 6)]}}
-    assert await Kube(server.access()).list_versions("/l") == {"b": 6}
+    assert await server.kube().list_versions("/l") == {"b": 6}
 
 
 async def test_object_that_is_too_large_is_no_answer_but_a_sentence(server: Scripted) -> None:
     path = "/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckpolicies/p"
     server.pages = {path: {"kind": "TierCheckPolicy", "metadata": {}, "spec": [{}] * 400_000}}
     with pytest.raises(ApiFailure, match=r"TierCheckPolicy p: it would take .* MiB are the most") as caught:
-        await Kube(server.access()).get(path[:-1] + "{name}", name="p")
+        await server.kube().find(ApiResource(JOBS.api_version, "tiercheckpolicies"), "ml", "p")
     assert caught.value.refused
 
 
 def _listed(uid: str, version: int) -> dict[str, Any]:
     return {"metadata": {"uid": uid, "resourceVersion": str(version)}}
-
-
-async def test_disruption_budget_that_refuses_an_eviction_holds_up_no_other_call(server: Scripted) -> None:
-    server.script = [BUSY]
-    kube = Kube(server.access())
-    with pytest.raises(ApiFailure, match="429"):
-        await kube.create("/api/v1/namespaces/{namespace}/pods/{name}/eviction", {}, namespace="a", name="p")
-    assert (len(server.asked), kube._hold_until) == (1, 0.0)
 
 
 JOB = World().job

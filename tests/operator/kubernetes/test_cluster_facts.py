@@ -14,7 +14,8 @@ from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import ApiFailure
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.owned_objects import (
     Belongings,
     ClusterIdentity,
@@ -109,7 +110,7 @@ class Leases:
     def __init__(self, **renewed: str) -> None:
         self.renewed = renewed
 
-    async def get(self, path: str, *, name: str) -> dict[str, Any] | None:
+    async def find(self, where: object, namespace: str, name: str) -> dict[str, Any] | None:
         if name == "forbidden":
             raise ApiFailure(403, "forbidden")
         return {"spec": {"renewTime": self.renewed[name]}} if name in self.renewed else None

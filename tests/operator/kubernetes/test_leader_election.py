@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.operator.api_model import ApiModel
+from tests.operator.api_model import AnsweringServer, ApiModel
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.election import Candidate, Elector, LeaseMove, Record, Terms, parse_lease
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS
 
 TERMS = Terms(8.0, 5.0, 1.0)
 
@@ -40,7 +40,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.elector = Elector(
-            self,
+            AnsweringServer(self.call),
             ("system", "lease"),
             self.name,
             TERMS,
@@ -49,7 +49,7 @@ class Replica:
             clock=lambda: self.time + self.offset,
         )
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         if not self.reachable:
             raise ApiFailure(0, "no answer")
         answer = self.server.call(method, path, body)
@@ -80,7 +80,7 @@ def holder(server: ApiModel) -> str:
 
 def test_lease_belongs_to_the_deployment_of_its_name_if_there_is_one() -> None:
     """So Kubernetes removes it when the operator is uninstalled."""
-    deployment = DEPLOYMENT.format(namespace="system", name="lease")
+    deployment = DEPLOYMENTS.path("system", "lease")
     server = ApiModel({deployment: {"metadata": {"name": "lease", "uid": "u-7"}}})
     replica = Replica(server, "a")
     for moment in range(3):
@@ -177,18 +177,16 @@ def test_renewal_whose_answer_was_lost_is_found_and_renewed() -> None:
 def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -> None:
     server, leading = ApiModel(), threading.Event()
 
-    class Fails:
-        looks = 0
+    looks = itertools.count(1)
 
-        def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-            self.looks += 1
-            if self.looks <= 3:
-                raise Struck("nobody thought of it")
-            return server.call(method, path, body)
+    def fail_at_first(method: str, path: str, body: Any) -> dict[str, Any]:
+        if next(looks) <= 3:
+            raise Struck("nobody thought of it")
+        return server.call(method, path, body)
 
     terms = Terms.of(60.0)
     elector = Elector(
-        Fails(),
+        AnsweringServer(fail_at_first),
         ("system", "lease"),
         "one",
         replace(terms, retry=0.01),

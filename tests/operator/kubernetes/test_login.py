@@ -28,8 +28,9 @@ from tiercheck.protocol import names
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator.kubernetes import object_reader
+from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue, issue_pair
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.object_reader import (
     Access,
     WatchSession,
@@ -170,16 +171,16 @@ async def test_calls_go_on_after_the_authority_was_replaced(
     old, new = issued(), issued()
     server.show(old)
     server.ca.write_bytes(old.ca)
-    kube = Kube(Access(server.read))
-    assert await kube.get("/a") is not None
+    kube = Kube(FencedServer(Access(server.read)))
+    assert await kube.find(PODS, "default", "a") is not None
     server.ca.write_bytes(old.ca + new.ca)
-    assert await kube.get("/b") is not None, "both are believed while both are in the file"
+    assert await kube.find(PODS, "default", "b") is not None, "both are believed while both are in the file"
     server.show(new)
-    assert await kube.get("/c") is not None
+    assert await kube.find(PODS, "default", "c") is not None
     server.ca.write_bytes(new.ca)
     server.show(old)
     with pytest.raises(ApiFailure, match="does not answer"):
-        await kube.get("/d")
+        await kube.find(PODS, "default", "d")
 
 
 async def test_kopfs_session_gives_way_to_one_with_the_new_authority_and_has_the_new_token(

@@ -23,9 +23,9 @@ from tests.operator.kubernetes.proxy import withholding
 from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned
 from tests.operator.world_in_memory import trained
-from tiercheck_cli.api_server import NODES, PODS
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure, ApiResource
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Hearing,
@@ -110,7 +110,9 @@ class Listing:
 
     def __init__(self, kind: str, lists: Mapping[str, int] | ApiFailure) -> None:
         self.watched, self._lists, self._began = Watched[Any](), lists, asyncio.Event()
-        known = WatchedKind("/api/v1", f"{kind.lower()}s", "", self.watched, self._gone)
+        known = WatchedKind(
+            ApiResource("v1", f"{kind.lower()}s"), "", self.watched, lambda raw: None, self._gone
+        )
         self.resync = Resync(cast(Kube, self), {kind: known}, namespaces=(), every=3600.0, grace=30.0)
         self.due = self.resync._due = Woken()
         self._task: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.addresses import (
     LEFT_ALONE,

@@ -22,8 +22,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import start_child
+from tiercheck_local.markers import free_ports
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"

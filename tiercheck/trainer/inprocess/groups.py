@@ -104,6 +104,8 @@ class ReconnectableGroups:
             return f"connections of {', '.join(sorted(kinds))} cannot be made anew yet, only those of gloo"
         if self.exchanged:
             return f"the script exchanges values before restore(), in {self.exchanged}"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "torchrun has options with which TierCheck does not start the ranks itself"
         if not hasattr(dist.ProcessGroup, "_register_backend"):
             return "this torch cannot give a process group another backend"
         if self._renewals >= _MOST_RENEWALS:

@@ -60,7 +60,7 @@ class OrderListener:
                 if self._left != order.attempt:
                     self._left = order.attempt
                     self._tell()
-                if order.phase is Phase.RELEASE and order.stays:
+                if order.phase is Phase.RELEASE and self._rank in order.stays:
                     self._attempt = order.attempt
                     released()
                     return order
@@ -98,7 +98,7 @@ class OrderListener:
     def _follow(self, order: Order) -> None:
         with self._changed:
             known = self._order
-            if order.attempt <= self._attempt or not (order.interrupt_seconds or order.stays):
+            if order.attempt <= self._attempt or self._rank not in order.listens:
                 return  # of a newer one, the launcher ends this process
             self._order = order
             is_new = known is None or order.attempt > known.attempt

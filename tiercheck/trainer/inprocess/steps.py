@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR
 from tiercheck.trainer.backends.backend import log
@@ -119,7 +121,8 @@ class StepLoop:
         self._pause()
         order = listener.leave_step(groups().reopen)
         gc.collect()
-        os.environ.update(command_environment(os.environ, order))  # as a new process would have it
+        local = int(os.environ["LOCAL_RANK"]) if dist.is_torchelastic_launched() else None
+        os.environ.update(command_environment(os.environ, order, local))  # as a new process would have it
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
         self._rewound = self._go_on()
         self.rewinds += 1

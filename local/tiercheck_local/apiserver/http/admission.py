@@ -12,7 +12,6 @@ import copy
 import json
 import ssl
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,8 @@ async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> Ap
     """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not
     be left out."""
     resource = target.resource
-    hooks = list(_configured(objects))
+    configurations = sorted(objects.storage.items(WEBHOOKS.collection, ""))
+    hooks = [hook for _, each in configurations for hook in each.get("webhooks") or []]
     if not hooks or call.method != "POST" or target.name or target.subresource or resource is WEBHOOKS:
         return call
     given = call.parsed()
@@ -58,11 +58,6 @@ async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> Ap
         if hook.get("reinvocationPolicy") == "IfNeeded" and _concerns(objects, hook, target, value):
             value = await _ask(hook, target, call, value)
     return replace(call, content_type="application/json", body=json.dumps(value).encode())
-
-
-def _configured(objects: ApiObjects) -> Iterator[Object]:
-    for _, configuration in sorted(objects.storage.items(WEBHOOKS.collection, "")):
-        yield from configuration.get("webhooks") or []
 
 
 def _as_sent(resource: Resource, namespace: str, given: Object) -> Object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from tiercheck_local.apiserver.store.selectors import (
     matches_selector,
 )
 from tiercheck_local.apiserver.store.storage import Key
-from tiercheck_local.clock import timestamp
+from tiercheck_operator.model.status import rfc3339
 
 
 def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
@@ -46,7 +47,7 @@ def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
         "type": "PodScheduled",
         "status": "True",
         "lastProbeTime": None,
-        "lastTransitionTime": timestamp(),
+        "lastTransitionTime": rfc3339(time.time()),
     }
     bound = _with_condition(pod, scheduled)
     objects.storage.put(PODS.collection, key, {**bound, "spec": {**pod["spec"], "nodeName": node}})
@@ -65,7 +66,8 @@ def evict(objects: ApiObjects, key: Key, eviction: Object, options: DeleteOption
         if "deletionTimestamp" not in pod["metadata"]:
             disrupted = {
                 "type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI",
-                "message": "Eviction API: evicting", "lastProbeTime": None, "lastTransitionTime": timestamp(),
+                "message": "Eviction API: evicting", "lastProbeTime": None,
+                "lastTransitionTime": rfc3339(time.time()),
             }  # fmt: skip
             objects.storage.put(PODS.collection, key, _with_condition(pod, disrupted))
     objects.delete(PODS, key, options)

@@ -268,7 +268,9 @@ class ResponseView:
         if self.as_table:
             found = table(self.resource, values, metadata["resourceVersion"], self.include)
             return {**found, "metadata": metadata}
-        items = values if self.resource.custom else [_bare(value) for value in values]
+        # Items of built-in lists carry no kind, as the list says it.
+        said = () if self.resource.custom else ("kind", "apiVersion")
+        items = [{key: each for key, each in value.items() if key not in said} for value in values]
         kind, version = self.resource.kind + "List", self.resource.api_version
         return {"kind": kind, "apiVersion": version, "metadata": metadata, "items": items}
 
@@ -276,11 +278,6 @@ class ResponseView:
         if value.get("apiVersion") != self.resource.api_version:
             return {**value, "apiVersion": self.resource.api_version}
         return value
-
-
-def _bare(value: Object) -> Object:
-    """Items of built-in lists carry no kind, as the list says it."""
-    return {k: v for k, v in value.items() if k not in ("kind", "apiVersion")}
 
 
 def view(resource: Resource, accept: str, include: str) -> ResponseView:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,19 @@ from typing import Any
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import FieldCause, Object
-from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
-from tiercheck_local.apiserver.schema import built_in, crds
+from tiercheck_local.apiserver.resources import (
+    CRDS,
+    NAMESPACES,
+    PODS,
+    Registry,
+    Resource,
+    established_status,
+    prepare_definition,
+    resources_of,
+)
+from tiercheck_local.apiserver.schema import built_in
 from tiercheck_local.apiserver.store.storage import Key, ObjectStorage
-from tiercheck_local.clock import timestamp
+from tiercheck_operator.model.status import rfc3339
 
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 _SERVER_FIELDS = (
@@ -88,7 +98,7 @@ class ApiObjects:
         for field in (*_SERVER_FIELDS, "selfLink"):
             metadata.pop(field, None)
         _drop_empty(metadata)
-        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=timestamp())
+        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=rfc3339(time.time()))
         if _has_generation(resource):
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
@@ -164,7 +174,7 @@ class ApiObjects:
             metadata["finalizers"] = finalizers
         already = metadata.get("deletionGracePeriodSeconds") if "deletionTimestamp" in metadata else None
         if already is None or grace < already:
-            metadata["deletionTimestamp"] = timestamp(grace)
+            metadata["deletionTimestamp"] = rfc3339(time.time() + grace)
             metadata["deletionGracePeriodSeconds"] = grace
             if already is None and "generation" in metadata:
                 metadata["generation"] += 1
@@ -185,7 +195,7 @@ class ApiObjects:
     def _after_write(self, resource: Resource, stored: Object) -> Object:
         if resource is CRDS:
             spec = stored["spec"]
-            self.registry.replace_custom(spec["group"], spec["names"]["plural"], crds.resources_of(stored))
+            self.registry.replace_custom(spec["group"], spec["names"]["plural"], resources_of(stored))
         return stored
 
     def _check_type(self, resource: Resource, value: Any) -> None:
@@ -281,10 +291,10 @@ class ApiObjects:
 
     def _prepared(self, resource: Resource, value: Object, options: WriteOptions) -> Object:
         if resource is CRDS:
-            found = crds.prepare(value)
+            found = prepare_definition(value)
             if found:
                 raise errors.invalid(resource.kind, resource.group, value["metadata"]["name"], found)
-            value["status"] = crds.established_status(value)
+            value["status"] = established_status(value)
         elif resource.custom:
             if resource.custom.has_status:
                 value.pop("status", None)
@@ -311,9 +321,9 @@ class ApiObjects:
 
     def _update_faults(self, resource: Resource, value: Object, old: Object) -> list[FieldCause]:
         if resource is CRDS:
-            found = crds.prepare(value)
+            found = prepare_definition(value)
             if not found:
-                value["status"] = crds.established_status({**value, "status": old.get("status")})
+                value["status"] = established_status({**value, "status": old.get("status")})
             return found
         return [] if resource.custom else built_in.prepare_update(resource.collection, value, old)
 

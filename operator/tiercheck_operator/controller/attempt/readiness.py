@@ -263,7 +263,7 @@ def _summary(
         "deltas": max((rank.deltas for rank in ranks), default=0),
         "rebuilt": sum(rank.rebuilt for rank in ranks),
         "inProcess": recovery.kept,
-        "restarted": obs.size - recovery.kept,
+        "restarted": obs.size * obs.job.spec.procs_per_worker - recovery.kept,
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
         "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),

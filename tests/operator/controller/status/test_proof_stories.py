@@ -21,7 +21,8 @@ from tiercheck.protocol.version import Version
 from tiercheck_local.controlplane import write_kubeconfig
 from tiercheck_operator import metrics as metrics_module
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
+from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.metrics import Metrics
@@ -215,10 +216,10 @@ async def test_token_that_no_header_can_hold_is_not_told(
 ) -> None:
     write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9", "plainword\nmore")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    kube = Kube(Access())
+    kube = Kube(FencedServer(Access()))
     try:
         with pytest.raises(ApiFailure) as failure:
-            await kube.get("/api/v1/namespaces/default/pods/p")
+            await kube.find(PODS, "default", "p")
     finally:
         kube.close()
     assert "plainword" not in str(failure.value)

@@ -1,0 +1,81 @@
+"""Starts the processes of the training command: one, or one for each local rank.
+
+torchrun ends all its ranks with the first that fails. Where its options are known the launcher starts its
+ranks in its place, with its variables, so that each can be replaced alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tiercheck.launcher import command as processes
+from tiercheck.launcher.command import RelayedOutput
+from tiercheck.launcher.environment import command_environment, interpreter_of
+from tiercheck.launcher.recipe import recipe_of
+from tiercheck.launcher.warm import WarmInterpreter
+from tiercheck.protocol.local import Order
+from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
+
+
+class CannotStart(Exception):
+    """The command cannot be executed; has the program and the OSError."""
+
+    def __init__(self, program: str, error: OSError) -> None:
+        super().__init__(program, error)
+        self.program, self.error = program, error
+
+
+class TrainingCommand:
+    """`running`: pid by local rank; 0 where the command is one process, whatever that starts."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        recipe = recipe_of(command, environment, _locate)
+        self._makes_ranks = recipe is not None and recipe.each_rank
+        self.environment = dict(environment)
+        if self._makes_ranks and environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
+            self.environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        self.given = list(command)
+        self._each = recipe.command if recipe is not None and recipe.each_rank else self.given
+        self.errors = RelayedOutput()
+        """What it writes to stderr."""
+        self.warm = WarmInterpreter(self._each, recipe, self.environment, self.errors.writing)
+        self.running: dict[int, int] = {}
+
+    def places(self, order: Order) -> range:
+        """Returns the local ranks by which its processes are known."""
+        return range(order.procs_per_worker if self._makes_ranks else 1)
+
+    def ranks_of(self, local: int, order: Order) -> list[int]:
+        """Returns the ranks that the process at this place runs."""
+        size = order.procs_per_worker
+        return [order.worker * size + each for each in ([local] if self._makes_ranks else range(size))]
+
+    def start_missing(self, order: Order) -> None:
+        """Start what does not run, the first in the interpreter that is warm. Raises CannotStart."""
+        for local in self.places(order):
+            if local in self.running:
+                continue
+            if (pid := self.warm.release(self._environment_of(order, local))) is not None:
+                self.running[local] = pid
+            else:
+                self.start(order, local)
+
+    def start(self, order: Order, local: int) -> None:
+        """Start one process with a new interpreter. Raises CannotStart."""
+        self.running.pop(local, None)
+        try:
+            environment = self._environment_of(order, local)
+            self.running[local] = processes.start(self._each, environment, errors=self.errors.writing)
+        except OSError as error:
+            raise CannotStart(self._each[0], error) from error
+
+    def _environment_of(self, order: Order, local: int) -> dict[str, str]:
+        return command_environment(self.environment, order, local if self._makes_ranks else None)
+
+
+def _locate(name: str) -> tuple[str, str]:
+    """Path of a program on the PATH, and the interpreter that it names, if it is a script."""
+    path = shutil.which(name)
+    return (path, interpreter_of(Path(path))) if path else ("", "")
