@@ -174,12 +174,7 @@ class Recorder:
             self.record("attempt", number=attempt, version=version, heard=())
         protected = find_condition(status, "Protected")
         bare = int((status.get("placement") or {}).get("unprotectedWorkers") or 0)
-        told = (
-            status.get("phase"),
-            condition_is(status, "Protected"),
-            protected.get("reason"),
-            bare,
-        )
+        told = (status.get("phase"), condition_is(status, "Protected"), protected.get("reason"), bare)
         if told != self._told:
             self._told = told
             self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)

@@ -101,12 +101,7 @@ class Held:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [
-        ([""], "plan"),
-        (["st"], "status"),
-        (["status", "--w"], "--wide"),
-        (["remote", "ch"], "check"),
-    ],
+    [([""], "plan"), (["st"], "status"), (["status", "--w"], "--wide"), (["remote", "ch"], "check")],
 )
 def test_words_are_completed_for_kubectl(words: list[str], found: str) -> None:
     assert found in complete(words)

@@ -22,12 +22,7 @@ from tests.crd.jobs import (
     job,
 )
 from tests.local.apiserver.api_client import Refused, refused_with
-from tiercheck_operator.model.status import (
-    JobRecord,
-    PlacementRecord,
-    parse_record,
-    render_record,
-)
+from tiercheck_operator.model.status import JobRecord, PlacementRecord, parse_record, render_record
 from tiercheck_operator.planning.topology import PRESETS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

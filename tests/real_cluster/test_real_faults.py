@@ -48,22 +48,12 @@ def protected(play: Play) -> str:
 
 
 def test_killed_rank_comes_back_in_place(play: Play) -> None:
-    play.recover(
-        "rank, kill -9",
-        ("crash", 2),
-        causes=(Cause.TRAINER_CRASH,),
-        bound=PROCESS,
-    )
+    play.recover("rank, kill -9", ("crash", 2), causes=(Cause.TRAINER_CRASH,), bound=PROCESS)
     assert "worker 2" in play.training.status["lastRecovery"]["message"]
 
 
 def test_rank_out_of_memory_comes_back_in_place(play: Play) -> None:
-    play.recover(
-        "OOM kill of a rank",
-        ("out of memory", 1),
-        causes=(Cause.OOM_KILLED,),
-        bound=PROCESS,
-    )
+    play.recover("OOM kill of a rank", ("out of memory", 1), causes=(Cause.OOM_KILLED,), bound=PROCESS)
 
 
 def test_deleted_pod_is_replaced(play: Play) -> None:
