@@ -89,7 +89,8 @@ def main() -> None:
                 checkpointer.step(loss)
             attempt = int(os.environ.get("TIERCHECK_ATTEMPT", "0"))
             where = getattr(first, "_local_tensor", first).data_ptr()
-            say(step=int(step), rank=rank, attempt=attempt, loss=float(loss).hex(), pid=os.getpid(), at=where)
+            now, pid = time.time(), os.getpid()
+            say(step=int(step), rank=rank, attempt=attempt, loss=float(loss).hex(), pid=pid, at=where, t=now)
             time.sleep(float(os.environ.get("PACE", "0")))
             if attempt > lives and last == 10**9:
                 last = step + TAIL

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.trainer.inprocess.renewing_script import TIMES
 from tiercheck.protocol.names import ENV_ATTEMPT, ENV_JOINS, ENV_RUN_DIR
+from tiercheck_local.addresses import free_ports
 
 SCRIPT = Path(__file__).with_name("alone_script.py")
 
@@ -25,3 +27,19 @@ def test_model_is_built_alone_but_no_value_of_another_rank_is_made_up(tmp_path: 
     called = [re.sub(r":\d+$", "", line.rpartition(" in ")[2]) for line in said[1:]]
     names = ("broadcast", "broadcast_object_list", "all_gather_object")
     assert called == [f"{name} at alone_script.py" for name in names]
+
+
+def test_old_connections_go_with_their_threads_however_often_there_are_new_ones(
+    tmp_path: Path,
+) -> None:
+    script, ports = Path(__file__).with_name("renewing_script.py"), map(str, free_ports(TIMES))
+    command = [sys.executable, str(script), *ports]
+    ranks = []
+    for rank in range(3):
+        mine = {
+            ENV_JOINS: "1", ENV_RUN_DIR: str(tmp_path), "RANK": str(rank), "WORLD_SIZE": "3",
+            "RES_OPTIONS": "timeout:1",  # torch asks for the name of each peer, and names are not tested here
+        }  # fmt: skip
+        ranks.append(subprocess.Popen(command, env={**os.environ, **mine}, stderr=subprocess.PIPE, text=True))
+    said = [each.communicate(timeout=120)[1] for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0, 0], said

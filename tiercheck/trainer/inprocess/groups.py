@@ -10,6 +10,7 @@ the end of its connections does, also of one to a peer that is stopped
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import os
@@ -29,11 +30,9 @@ dist: Any = torch.distributed
 c10d: Any = getattr(dist, "distributed_c10d", None)
 """Private parts of it are used. None: torch was built without."""
 
-_FIRST_NUMBER = 10
-"""The first backend type that torch has no name for, up to 255: a group takes one for each backend and
-renewal."""
-_MOST_RENEWALS = 32
-"""A gloo backend that is replaced keeps its threads until the process ends."""
+_RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
+"""The symbol of what empties a ProcessGroup of backends. torch calls it when a group ends, but not from
+Python."""
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _LOOK_EVERY = 0.02
 _JOIN_SECONDS = 600.0
@@ -71,8 +70,6 @@ class ReconnectableGroups:
         """Where the script exchanged values with other ranks before `restore`; empty: nowhere."""
         self._made: list[_Made] = []
         self._sockets: set[tuple[int, str]] = set()
-        self._numbers: dict[int, int] = {}
-        self._renewals = 0
         self._closed = False
         self._in_setup = c10d is not None and ENV_RUN_DIR in os.environ
         if self._in_setup:
@@ -106,11 +103,7 @@ class ReconnectableGroups:
             return f"the script exchanges values before restore(), in {self.exchanged}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "torchrun has options with which TierCheck does not start the ranks itself"
-        if not hasattr(dist.ProcessGroup, "_register_backend"):
-            return "this torch cannot give a process group another backend"
-        if self._renewals >= _MOST_RENEWALS:
-            return f"its process groups were given new connections {self._renewals} times"
-        return ""
+        return "" if _release() else "this torch cannot give a process group another backend"
 
     def disconnect(self) -> None:
         """Close what is below every group: who waits in a collective, here or at a peer, gets an error."""
@@ -138,12 +131,11 @@ class ReconnectableGroups:
                 host, port, world_size, rank == 0,
                 timeout=timedelta(seconds=_JOIN_SECONDS), wait_for_workers=False,
             )  # fmt: skip
-        self._renewals += 1
         with _tables_set_aside() as (default, kept):
             made_anew = [(made, self._make_again(made, store)) for made in self._made]
             renewed = [(made.group, new) for made, new in made_anew if made.group is not None]
             for group, new in renewed:
-                self._put_below(group, new)
+                _put_below(group, new)
             _hand_over(renewed, kept)
         store.set_timeout(self._made[0].arguments["timeout"])
         c10d._unregister_all_process_groups()
@@ -184,16 +176,6 @@ class ReconnectableGroups:
             world.pg_group_ranks[new] = {rank: rank for rank in range(new.size())}
         return new
 
-    def _put_below(self, group: Any, new: Any) -> None:
-        numbers: dict[int, Any] = {}
-        for device in new._device_types:
-            backend = new._get_backend(device)
-            if id(backend) not in numbers:  # one backend may serve several devices
-                number = self._numbers.get(id(group), _FIRST_NUMBER - 1) + 1
-                self._numbers[id(group)] = number
-                numbers[id(backend)] = dist.ProcessGroup.BackendType(number)
-            group._register_backend(device, numbers[id(backend)], backend)
-
     @contextlib.contextmanager
     def _noting_sockets(self) -> Iterator[None]:
         before = _open_sockets()
@@ -207,6 +189,7 @@ class ReconnectableGroups:
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         backend = str(arguments["backend"])
+        del arguments["store"]
         if self.alone:
             if backend == "fake" and self._made:
                 backend = self._made[0].backend
@@ -259,6 +242,29 @@ def _no_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
     return FakeStore()
+
+
+@functools.cache
+def _release() -> Any:
+    """Returns the C++ function of that name, for the address of a group; None: this torch has none."""
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        found = library[_RELEASE]
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_void_p], None
+    return found if hasattr(dist.ProcessGroup, "_id") else None
+
+
+def _put_below(group: Any, new: Any) -> None:
+    """Let go of the backends of `group`, which ends their threads, and give it those of `new`."""
+    kinds = c10d.Backend.backend_type_map
+    found = {device: each._get_backend(device) for each in (group, new) for device in each._device_types}
+    _release()(group._id())
+    for device, backend in found.items():  # one that was alone keeps that of other devices
+        group._register_backend(device, kinds[backend.name()], backend)
+    if (name := new._get_backend_name()) in kinds:
+        group._set_default_backend(kinds[name])
 
 
 def _backends(group: Any) -> list[Any]:

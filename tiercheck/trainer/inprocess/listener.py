@@ -50,16 +50,22 @@ class OrderListener:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_interrupted, seconds)
 
-    def leave_step(self, released: Callable[[], None]) -> Order:
-        """Say that the step was left, and wait for the release of the newest attempt. `released` is called
-        then, before anybody can interrupt that one."""
+    def leave_step(self) -> Order:
+        """Say that the step was left for the newest attempt, and return its order."""
+        with self._changed:
+            order = self._order
+            assert order is not None
+            if self._left != order.attempt:
+                self._left = order.attempt
+                self._tell()
+            return order
+
+    def wait_released(self, released: Callable[[], None]) -> Order:
+        """Wait for the release of the newest attempt. `released` is called then, before anybody can interrupt
+        that one."""
         with self._changed:
             while True:
-                order = self._order
-                assert order is not None
-                if self._left != order.attempt:
-                    self._left = order.attempt
-                    self._tell()
+                order = self.leave_step()
                 if order.phase is Phase.RELEASE and self._rank in order.stays:
                     self._attempt = order.attempt
                     released()

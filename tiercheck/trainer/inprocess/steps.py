@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.inprocess.groups import groups
-from tiercheck.trainer.inprocess.half_step import free_graph
+from tiercheck.trainer.inprocess.half_step import collect_half_step, free_graph
 from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck.trainer.process import describe_error, reason_of
 
@@ -102,6 +101,7 @@ class StepLoop:
             isinstance(error, Exception) and listener.is_interrupted
         )
         if not interrupted and reason_of(error) == COLLECTIVE_FAILED:
+            groups().disconnect()  # so that those who have no connection to the lost rank get out as well
             interrupted = listener.wait_interrupted(_DECISION_SECONDS)
         if not interrupted or groups().refusal():
             return False
@@ -119,8 +119,9 @@ class StepLoop:
         listener = self._listener
         assert listener is not None
         self._pause()
-        order = listener.leave_step(groups().reopen)
-        gc.collect()
+        listener.leave_step()
+        collect_half_step()  # while the others get there
+        order = listener.wait_released(groups().reopen)
         local = int(os.environ["LOCAL_RANK"]) if dist.is_torchelastic_launched() else None
         os.environ.update(command_environment(os.environ, order, local))  # as a new process would have it
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)

@@ -18,6 +18,7 @@ from tiercheck.protocol.names import (
     CRASHED,
     GPU_FAULT,
     OOM_KILLED,
+    SIGNALLED,
     VANISHED,
 )
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
@@ -251,10 +252,13 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
 
 
 def crash_pause(obs: Observation, recovery: Recovery) -> float:
-    """Seconds after a crash until what explains it would have shown, and longer for a command that failed
-    before its first step: it would spend its restarts in a moment."""
+    """Seconds after a crash until what explains it would have shown: none if all that ended were killed,
+    which no other loss does. Longer for a command that failed before its first step: it would spend its
+    restarts in a moment."""
     if any(report.trainer.first_step_at for report in obs.last_words):
-        return obs.patience.settle
+        failed = [each.trainer for each in obs.last_words if each.trainer.state is TrainerState.FAILED]
+        killed = all(each.reason == SIGNALLED and each.exit_code not in _ECHOES for each in failed)
+        return 0.0 if failed and killed else obs.patience.settle
     return max(obs.patience.settle, float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10))))
 
 

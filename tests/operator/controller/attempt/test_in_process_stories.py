@@ -6,6 +6,7 @@ import pytest
 
 from tests.operator.world_in_memory import World, trained
 from tiercheck.protocol.directive import Phase
+from tiercheck_operator.model.observed import Patience
 
 
 def staying(**spec: object) -> World:
@@ -54,3 +55,18 @@ def test_attempt_that_fails_before_its_first_step_leaves_no_process_that_stays()
     world.bad_starts.clear()
     world.until("Running", attempt=3)
     assert (world.summary["inProcess"], world.summary["restarted"]) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "at_once"),
+    [(137, "Signalled", True), (139, "Signalled", True), (143, "Signalled", False), (1, "Crashed", False)],
+)
+def test_killed_rank_explains_itself_and_what_a_lost_pod_may_explain_is_waited_for(
+    code: int, reason: str, at_once: bool
+) -> None:
+    world = staying()
+    world.crash(1, code, reason)
+    struck = world.now
+    while world.status.attempt < 2:
+        world.tick()
+    assert (world.now - struck <= Patience().settle) == at_once

@@ -1,0 +1,71 @@
+"""Gives the groups of one rank of three new connections again and again; prints what it holds and computes.
+
+It begins alone, as a replacement does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+
+from tiercheck.trainer.inprocess.groups import groups
+
+FIRST, TIMES = 3, 24
+
+
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    rank, ports = int(os.environ["RANK"]), [int(port) for port in sys.argv[1:]]
+    torch.set_num_threads(1)
+    groups()
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 2])
+    replicated = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (3,))
+    with torch.no_grad():
+        for parameter in replicated.parameters():
+            parameter.fill_(0.1)
+
+    def step() -> list[float]:
+        x, of_pair = torch.full((2, 8), rank + 1.0), torch.full((1,), rank + 1.0)
+        replicated(x).square().sum().backward()
+        if rank != 1:
+            dist.all_reduce(of_pair, group=pair)
+        summed = functional.all_reduce(of_pair, "sum", mesh)
+        gathered: list[int | None] = [None] * 3
+        dist.all_gather_object(gathered, rank)
+        assert gathered == [0, 1, 2]
+        ours = next(replicated.parameters()).grad
+        assert ours is not None
+        found = [float(of_pair), float(summed), float(ours.sum())]
+        replicated.zero_grad()
+        return found
+
+    groups().end_of_setup()
+    counts, computed = [], []
+    for port in ports:
+        groups().reconnect("127.0.0.1", port, rank, 3)
+        computed.append(step())
+        counts.append(held())
+        assert dist.distributed_c10d._get_default_group()._get_backend_name() == "gloo"
+        assert not groups().refusal()
+        groups().disconnect()
+        groups().reopen()
+    assert all(each == computed[0] for each in computed), computed
+    first, last = (max(some) for some in (counts[:FIRST], counts[-FIRST:]))
+    print(first, last)
+    assert last <= first, "threads and descriptors of the old connections stay"
+
+
+if __name__ == "__main__":
+    main()
