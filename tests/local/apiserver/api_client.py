@@ -32,13 +32,14 @@ class Refused(Exception):
 
 
 @contextmanager
-def refused_with(*parts: str, code: int = 422, reason: str = "") -> Iterator[None]:
+def refused_with(*parts: str, code: int = 422, reason: str = "", field: str = "") -> Iterator[None]:
     """What happens meanwhile is refused, and these are parts of the answer."""
     with pytest.raises(Refused) as refused:
         yield
     assert refused.value.code == code
     assert (refused.value.reason == "Invalid") is (code == 422)
     assert reason in ("", refused.value.reason)
+    assert not field or refused.value.status["details"]["causes"][0]["field"] == field
     assert [part for part in parts if part not in refused.value.message] == []
 
 
