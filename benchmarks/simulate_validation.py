@@ -32,6 +32,7 @@ from tiercheck_cli.simulate.scenario import (
     measure,
     measured_recoveries,
 )
+from tiercheck_local.stage import tier_step
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
@@ -40,8 +41,8 @@ WITHIN = 0.2
 WORKERS, PACE, SEED = 3, 0.2, 0
 REMOTE_EVERY = 20
 """Steps, as the job of the chaos campaign has it."""
-FAULTS = {"crash": PROCESS, "delete": POD, "evict": POD, "node": NODE, "rack": DOMAIN, "every pod": ALL}
-TIMES_EACH = {"crash": 6, "delete": 4, "evict": 4, "node": 6, "rack": 4, "every pod": 4}
+FAULTS = {"crash": PROCESS, "force delete": POD, "evict": POD, "node": NODE, "rack": DOMAIN, "every pod": ALL}
+TIMES_EACH = {"crash": 6, "force delete": 4, "evict": 4, "node": 6, "rack": 4, "every pod": 4}
 PATIENCE = 240.0
 PAGE = ROOT / "docs" / "benchmarks" / "real-cluster.md"
 
@@ -147,10 +148,10 @@ def strike(each: int | None = None) -> Record:
         began = time.time()
         strikes = []
         for number, fault in enumerate(order):
-            stage.wait(lambda: False, rng.uniform(4.0, 8.0))
+            stage.rest(rng.uniform(4.0, 8.0))
             strikes.append(_strike_once(stage, fault, number % WORKERS))
             print(f"{fault}: told {strikes[-1].told.get('totalSeconds')}", flush=True)
-        stage.wait(lambda: False, 5.0)
+        stage.rest(5.0)
         status = stage.status
         stage.reached()
         news = new_steps(stage.recorder.steps)
@@ -162,16 +163,16 @@ def strike(each: int | None = None) -> Record:
 
 def _well(stage: Any, beyond: int) -> None:
     tiers = ("local", "peer", "remote")
-    if not stage.wait(lambda: not stage.lacks(beyond, tiers), PATIENCE):
+    if not stage.comes(lambda: not stage.lacks(beyond, tiers), PATIENCE):
         raise TimeoutError(f"the job is not well again: {stage.lacks(beyond, tiers)}")
 
 
 def _strike_once(stage: Any, fault: str, worker: int) -> Struck:
     """Without what it cost: that is read when the last line is there."""
     status, attempt, reached = stage.status, stage.attempt, stage.reached()
-    nodes = {each: stage._job.node_of(each) for each in range(WORKERS)}
-    racks = stage._job.racks()
-    remote = ((status.get("tiers") or {}).get("remote") or {}).get("step") or 0
+    nodes = {each: stage.node_of(each) for each in range(WORKERS)}
+    racks = stage.racks()
+    remote = tier_step(status, "remote")
     gone = {
         PROCESS: (),
         POD: (worker,),
@@ -181,7 +182,7 @@ def _strike_once(stage: Any, fault: str, worker: int) -> Struck:
     }[FAULTS[fault]]
     at = time.time()
     stage.inflict(fault, worker)
-    stage.wait(lambda: stage.attempt > attempt, PATIENCE)
+    stage.comes(lambda: stage.attempt > attempt, PATIENCE)
     stage.undo()
     _well(stage, reached)
     told = next(

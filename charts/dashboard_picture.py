@@ -179,8 +179,8 @@ def main() -> int:
             process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
             begin = time.time()
-            faults = [(0.3, lambda: cluster.faults.kill_container_process(job.stage.pod_of(1)))]
-            faults += [(0.6, lambda: cluster.faults.evict_pod(job.stage.pod_of(1)) or 0)]
+            faults = [(0.3, lambda: cluster.faults.kill_container_process(job.pod_of(1)))]
+            faults += [(0.6, lambda: cluster.faults.evict_pod(job.pod_of(1)) or 0)]
             while (passed := time.time() - begin) < seconds:
                 written = folder / "targets.tmp"
                 written.write_text(json.dumps(targets(cluster, job)))

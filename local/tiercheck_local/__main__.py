@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
-from tiercheck_local.cluster import LocalCluster, temporary_directory
+from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 
 
@@ -29,10 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     up.add_argument("--operator", action="store_true", help="start the operator too")
     given = parser.parse_args(arguments)
     nodes = NodeSpec.load(given.cluster) if given.cluster else NodeSpec.racks(given.nodes, given.racks)
+    directory = given.directory or Path(tempfile.mkdtemp(prefix="tiercheck-cluster-"))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with LocalCluster(given.directory or temporary_directory(), nodes, given.control_plane) as cluster:
+    with LocalCluster(directory, nodes, given.control_plane) as cluster:
         if given.crds.is_dir():
             cluster.apply_crds(given.crds)
         if given.operator:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import PATIENCE, RunningCluster
-from tiercheck_operator.kubernetes.api_server import CRDS, NODES, PODS, ApiFailure, Object
+from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure, Object
 
 _HEADER_ROOM = 4 * 1024 * 1024
 
@@ -50,12 +49,12 @@ class Faults:
     # Processes of a pod.
 
     def kill_container_process(
-        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
+        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL
     ) -> int:
         """Signal one process of the user's command: a leaf of the container's process tree, not its first
         process (the launcher), unless that is alone, nor the interpreter that waits for the next attempt.
         Returns its PID. Raises NothingToHit."""
-        found = self.container_processes(pod, container, namespace)
+        found = self.container_processes(pod, container)
         if not found:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
         parents = {_parent(pid) for pid in found}
@@ -64,64 +63,61 @@ class Faults:
         os.kill(target, number)
         return target
 
-    def container_processes(self, pod: str, container: str, namespace: str = "default") -> list[int]:
+    def container_processes(self, pod: str, container: str) -> list[int]:
         """Host PIDs of everything in the container, oldest first."""
-        return sorted(markers.pids(markers.POD, self._place(pod, namespace, container)))
+        return sorted(markers.pids(markers.POD, self._place(pod, container)))
 
     def processes_of(self, node: str, pod_uid: str, container: str) -> list[int]:
         """As `container_processes`, for a pod that the API may know no more, as after a partition."""
         return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
 
-    def kill_container(self, pod: str, container: str, namespace: str = "default") -> None:
+    def kill_container(self, pod: str, container: str) -> None:
         """SIGKILL everything in one container at once. Raises NothingToHit."""
-        if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):
+        if not markers.send(markers.POD, self._place(pod, container), signal.SIGKILL):
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
 
-    def oom_kill_container(self, pod: str, container: str = "trainer", namespace: str = "default") -> None:
+    def oom_kill_container(self, pod: str, container: str = "trainer") -> None:
         """As the kernel does with a container that outgrows its memory limit: everything in it is killed at
         once, and its end has the reason OOMKilled. Raises NothingToHit."""
         mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
         mark.touch()
         try:
-            self.kill_container(pod, container, namespace)
+            self.kill_container(pod, container)
         except NothingToHit:
             mark.unlink()
             raise
 
-    def hold_starts(self, container: str) -> None:
-        """From now on containers of that name run without their process until `let_start`: a busy node on
-        which it takes long to listen."""
-        (self._cluster.directory / f"{HOLD}{container}").touch()
-
-    def let_start(self, container: str) -> None:
-        """End of `hold_starts`, if it has begun."""
-        (self._cluster.directory / f"{HOLD}{container}").unlink(missing_ok=True)
+    def hold_starts(self, container: str, held: bool = True) -> None:
+        """While held, containers of that name run without their process: a busy node on which it takes long
+        to listen."""
+        mark = self._cluster.directory / f"{HOLD}{container}"
+        mark.touch() if held else mark.unlink(missing_ok=True)
 
     # Pods.
 
-    def evict_pod(self, pod: str, namespace: str = "default") -> None:
+    def evict_pod(self, pod: str) -> None:
         """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
-        self._cluster.api.evict(namespace, pod)
+        self._cluster.api.evict("default", pod)
 
-    def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
+    def drain_pod(self, pod: str) -> None:
         """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
 
         def evicted() -> bool:
             try:
-                self.evict_pod(pod, namespace)
+                self.evict_pod(pod)
             except ApiFailure as failure:
                 if failure.status != 429:
                     raise
                 return False
             return True
 
-        self._cluster.wait_for(evicted, patience, f"pod {pod} to be evicted")
+        self._cluster.wait_for(evicted, 120.0, f"pod {pod} to be evicted")
 
-    def delete_pods(self, labels: str = "", namespace: str = "default", grace: int | None = 0) -> list[str]:
+    def delete_pods(self, labels: str = "", grace: int | None = 0) -> list[str]:
         """Delete the selected pods (by default at once, without grace); their names."""
-        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels, namespace)]
+        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels)]
         for name in names:
-            self._cluster.api.delete(PODS, namespace, name, grace=grace)
+            self._cluster.api.delete(PODS, "default", name, grace=grace)
         return names
 
     def kill_all_pods(self) -> None:
@@ -134,20 +130,16 @@ class Faults:
 
     # Nodes.
 
-    def kill_node(self, name: str) -> None:
-        """Power loss: agent and every process of the node die at once, its memory is gone, unreported."""
-        self.kill_nodes([name])
-
-    def kill_rack(self, value: str, label: str = RACK) -> list[str]:
-        """As `kill_node`, for all nodes with this label value at once; their names. Raises NothingToHit."""
-        names = self.nodes_with(label, value)
+    def kill_rack(self, rack: str) -> list[str]:
+        """As `kill_node`, for all nodes of the rack at once; their names. Raises NothingToHit."""
+        names = [name for name, node in self._cluster.nodes.items() if node.labels.get(RACK) == rack]
         if not names:
-            raise NothingToHit(f"no node has {label}={value}")
-        self.kill_nodes(names)
+            raise NothingToHit(f"no node has {RACK}={rack}")
+        self.kill_node(*names)
         return names
 
-    def kill_nodes(self, names: Iterable[str]) -> None:
-        names = list(names)
+    def kill_node(self, *names: str) -> None:
+        """Power loss: agent and every process of each die at once, its memory is gone, unreported."""
         for name in names:
             self._cluster.agent(name).kill()
         for name in names:
@@ -178,14 +170,12 @@ class Faults:
 
     # Links.
 
-    def cut_links(
-        self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default"
-    ) -> None:
+    def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False) -> None:
         """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
         wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
         cluster was not made `cuttable`."""
-        here = self._pod(pod, namespace)["status"]["podIP"]
-        there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
+        here = self._pod(pod)["status"]["podIP"]
+        there = {self._pod(other)["status"]["podIP"] for other in others}
         self._cut |= {
             frozenset((here, address))
             for address in (there | ({markers.OPERATOR} if operator else set())) - {here}
@@ -203,8 +193,10 @@ class Faults:
             raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
         markers.write_cuts(self._cluster.cuts, self._cut)
 
-    def nodes_with(self, label: str, value: str) -> list[str]:
-        return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
+    def taint_node(self, name: str, *keys: str) -> None:
+        """As an autoscaler announces the end of a node; without a key all taints go."""
+        taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
+        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": taints or None}})
 
     # The operator.
 
@@ -256,11 +248,9 @@ class Faults:
 
     # Copies.
 
-    def sealed_slots(
-        self, pod: str, rank: int | None = None, namespace: str = "default"
-    ) -> dict[Path, SlotHeader]:
+    def sealed_slots(self, pod: str, rank: int | None = None) -> dict[Path, SlotHeader]:
         """Sealed slots in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
-        found = self._pod(pod, namespace)
+        found = self._pod(pod)
         memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
         slots: dict[Path, SlotHeader] = {}
         for seal in memory.rglob("*.seal"):
@@ -274,9 +264,9 @@ class Faults:
                 slots[slot] = header
         return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
-    def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
+    def flip_bit(self, pod: str, rank: int) -> list[Path]:
         """Flip a bit of data in every sealed slot of `rank` in the pod; the slots. Raises NothingToHit."""
-        slots = self.sealed_slots(pod, rank, namespace)
+        slots = self.sealed_slots(pod, rank)
         if not slots:
             raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
         for slot, header in slots.items():
@@ -287,11 +277,11 @@ class Faults:
                 file.write(bytes([last ^ 1]))
         return list(slots)
 
-    def _pod(self, name: str, namespace: str) -> Object:
-        return self._cluster.api.get(PODS, namespace, name)
+    def _pod(self, name: str) -> Object:
+        return self._cluster.api.get(PODS, "default", name)
 
-    def _place(self, pod: str, namespace: str, container: str) -> str:
-        found = self._pod(pod, namespace)
+    def _place(self, pod: str, container: str) -> str:
+        found = self._pod(pod)
         return markers.place(
             self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container
         )
@@ -335,37 +325,20 @@ class LocalCluster(RunningCluster):
         """Apply every document of a YAML file."""
         return [self.apply(document) for document in yaml.safe_load_all(path.read_text()) if document]
 
-    def apply_crds(self, paths: Path | Iterable[Path]) -> None:
-        """Apply the definitions in these files or folders and wait until the server serves them."""
-        given = [paths] if isinstance(paths, Path) else list(paths)
-        files = [
-            file for path in given for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])
-        ]
-        for file in files:
+    def apply_crds(self, folder: Path) -> None:
+        """Apply the definitions in this folder and wait until the server serves them."""
+        for file in sorted(folder.glob("*.yaml")):
             for definition in self.apply_file(file):
                 self._await_served(definition)
 
     def _await_served(self, definition: Object) -> None:
-        name = definition["metadata"]["name"]
+        name, spec = definition["metadata"]["name"], definition["spec"]
+        versions = [version["name"] for version in spec["versions"] if version["served"]]
+        paths = [f"/apis/{spec['group']}/{version}/{spec['names']['plural']}" for version in versions]
+        self.wait_for(lambda: all(map(self.answers, paths)), PATIENCE, f"{name} to be served")
 
-        def established() -> bool:
-            found = self.api.get(CRDS, None, name)
-            conditions = (found.get("status") or {}).get("conditions") or []
-            return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
-
-        def served() -> bool:
-            spec = definition["spec"]
-            paths = [
-                f"/apis/{spec['group']}/{v['name']}/{spec['names']['plural']}"
-                for v in spec["versions"]
-                if v["served"]
-            ]
-            return all(self._answers(path) for path in paths)
-
-        self.wait_for(established, PATIENCE, f"{name} to be established")
-        self.wait_for(served, PATIENCE, f"{name} to be served")
-
-    def _answers(self, path: str) -> bool:
+    def answers(self, path: str) -> bool:
+        """Whether the server knows that path, or object, already, or still."""
         try:
             self.api.request("GET", path)
         except ApiFailure as failure:
@@ -373,8 +346,3 @@ class LocalCluster(RunningCluster):
                 return False
             raise
         return True
-
-
-def temporary_directory() -> Path:
-    """A folder for a cluster that nobody named one for."""
-    return Path(tempfile.mkdtemp(prefix="tiercheck-cluster-"))

@@ -54,11 +54,10 @@ def wait_for(
 class RunningCluster:
     """Use as a context manager, or `start` and `stop`, from the main thread.
 
-    `control_plane`: "embedded" or "real". `image_paths`: folders of this machine that stand for
-    paths inside images. `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how
-    long a container that ended twice is held back, in seconds. `cuttable`: links may be cut
-    (`Faults.cut_links`), which every Python process in the cluster pays for with a thread. `failpoints`:
-    those of operator and containers may be armed (`Faults.arm`).
+    `control_plane`: "embedded" or "real". `lease_grace`: seconds after which a silent node is unreachable.
+    `back_off`: for how long a container that ended twice is held back, in seconds. `cuttable`: links may be
+    cut (`Faults.cut_links`), which every Python process in the cluster pays for with a thread.
+    `failpoints`: those of operator and containers may be armed (`Faults.arm`).
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class RunningCluster:
         nodes: Sequence[NodeSpec],
         control_plane: str = "embedded",
         *,
-        image_paths: Mapping[str, str] | None = None,
         lease_grace: float = 2.0,
         back_off: float = FIRST_BACK_OFF,
         cuttable: bool = False,
@@ -80,7 +78,7 @@ class RunningCluster:
         self._operators: list[subprocess.Popen[bytes]] = []
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
-        self._kind, self._image_paths, self._lease_grace = control_plane, dict(image_paths or {}), lease_grace
+        self._kind, self._lease_grace = control_plane, lease_grace
         self._back_off = back_off
         self.cuts = self.directory / "cut-links" if cuttable else None
         """The file that names the links that are cut."""
@@ -132,7 +130,7 @@ class RunningCluster:
             self.start_controllers()
             for name in self.nodes:
                 self.start_agent(name)
-            self.wait_for(self._all_ready, PATIENCE, "all nodes to be Ready")
+            self.wait_for(self.all_ready, PATIENCE, "all nodes to be Ready")
         except BaseException:
             self.stop()
             raise
@@ -179,7 +177,6 @@ class RunningCluster:
             kubeconfig=str(self.kubeconfig),
             directory=str(self.directory),
             address_prefix=f"127.{self._octet.value}.{self._numbers[name]}",
-            image_paths=self._image_paths,
             back_off=self._back_off,
             cuts=str(self.cuts) if self.cuts is not None else None,
             failpoints=str(self.failpoints) if self.failpoints is not None else None,
@@ -240,7 +237,8 @@ class RunningCluster:
             lines += tail
         return "\n".join(lines)
 
-    def _all_ready(self) -> bool:
+    def all_ready(self) -> bool:
+        """Whether every node is Ready, and pods may go there."""
         mine = [node for node in self.api.list(NODES) if node["metadata"]["name"] in self.nodes]
         # A new node carries a taint until the life-cycle controller has seen it alive.
         return len(mine) == len(self.nodes) and all(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.record import LifeChecker
-from tests.chaos.stage import FAULTS, Injection, Stage, drawn, staged
+from tests.chaos.stage import Injection, StruckStage, drawn, staged
 from tests.simulation.checker import Broken
 
 _PASSED_WITHIN = 20.0
@@ -84,7 +84,7 @@ def run(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Course:
 
 
 class _Campaign:
-    def __init__(self, plan: Plan, stage: Stage, course: Course, tell: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, stage: StruckStage, course: Course, tell: Callable[[str], None]) -> None:
         self._plan, self._stage, self._course, self._tell = plan, stage, course, tell
         self._rng = random.Random(plan.seed)
         self._checker = LifeChecker()
@@ -109,7 +109,7 @@ class _Campaign:
             self._tell(_line(outcome, self._course))
             if not self._heals_after(outcome):
                 break
-            stage.wait(lambda: False, rest)
+            stage.rest(rest)
         self._course.attempts, self._course.steps = stage.attempt, stage.reached()
         stage.recorder.record("injection", name="the end", ends=False, costs_copies=False)
         if not stage.finish(plan.bound):
@@ -130,7 +130,7 @@ class _Campaign:
         self._before = reached
         struck = self._strike(injection)
         if injection.fault is not None and injection.fault.ends:
-            stage.wait(lambda: stage.attempt > before, _NOTICED_WITHIN)
+            stage.comes(lambda: stage.attempt > before, _NOTICED_WITHIN)
         stage.undo()
         tiers = ("local", "peer", "remote") if injection.name.startswith("store") else ("local", "peer")
         well = self._heals(
@@ -156,7 +156,7 @@ class _Campaign:
             self._note(name, fault.ends)
             stage.inflict(name, worker)
             if injection.point is None:
-                stage.wait(lambda: False, FAULTS[name].seconds)
+                stage.rest(fault.seconds)
                 return True
         strike = stage.struck(whose, _PASSED_WITHIN)
         if strike is None:
@@ -165,7 +165,7 @@ class _Campaign:
         if injection.ends:
             self._note(injection.action, True)
         if injection.action == "stop":
-            stage.wait(lambda: False, self._plan.stopped)
+            stage.rest(self._plan.stopped)
             stage.go_on(strike)
         return True
 
@@ -192,7 +192,7 @@ class _Campaign:
 
     def _heals(self, beyond: int, tiers: tuple[str, ...], after: str, within: float = 0.0) -> bool:
         stage, within = self._stage, within or self._plan.bound
-        well = stage.wait(lambda: not stage.lacks(beyond, tiers), within)
+        well = stage.comes(lambda: not stage.lacks(beyond, tiers), within)
         if not well:
             why = stage.lacks(beyond, tiers)
             stage.recorder.record("stuck", why=f"{within:.0f} s after {after}: {why}")
@@ -217,9 +217,8 @@ class _Campaign:
         """Every loss and every state that any rank ever told, with those of a run that nothing happened
         to.
         """
-        from tests.chaos.trainer import (
-            undisturbed,
-        )  # torch: not before the cluster has what it needs of the processors
+        # torch: not before the cluster has what it needs of the processors
+        from tests.cluster.trainer import undisturbed
 
         recorder, course = self._stage.recorder, self._course
         ended = set(recorder.ended.values())

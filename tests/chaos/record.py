@@ -15,8 +15,8 @@ from tests.simulation.checker import Checker, Entry, Step
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_local.client import Changed, Client, Listing
-from tiercheck_local.demo.stage import JOBS
-from tiercheck_operator.kubernetes.api_server import PODS, ApiResource, Object
+from tiercheck_local.stage import condition_is, find_condition
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiResource, Object
 
 _SETTLED = 1.0
 """Seconds after which everything that happened by then has been heard of."""
@@ -120,7 +120,7 @@ class Recorder:
                 "step", at, rank=rank, step=line["step"], attempt=attempt, state=bytes.fromhex(line["state"])
             )
         else:
-            self.ended[rank] = line["ended"]
+            self.ended[rank] = line["steps"]
 
     # What the API server says
 
@@ -172,14 +172,9 @@ class Recorder:
             owner = history.owner(base) if base else None
             version = None if owner is None else Version(base, owner)
             self.record("attempt", number=attempt, version=version, heard=())
-        protected = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
+        protected = find_condition(status, "Protected")
         bare = int((status.get("placement") or {}).get("unprotectedWorkers") or 0)
-        told = (
-            status.get("phase"),
-            protected and protected["status"] == "True",
-            protected and protected["reason"],
-            bare,
-        )
+        told = (status.get("phase"), condition_is(status, "Protected"), protected.get("reason"), bare)
         if told != self._told:
             self._told = told
             self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)

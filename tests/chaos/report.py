@@ -10,7 +10,8 @@ from pathlib import Path
 
 from benchmarks import harness
 from tests.chaos.campaign import Course, Outcome
-from tests.chaos.stage import FAULTS, POINTS, Injection
+from tests.chaos.stage import POINTS, WEIGHTS, Injection
+from tiercheck_cli.plan.command import new_figure, remove_frame
 
 PAGE, PICTURE = "chaos.md", "chaos"
 _FOUND = "## What it found"
@@ -19,7 +20,7 @@ _KINDS = {
     name: kind
     for kind, names in {
         "trainers: crash, out of memory, container": ("crash", "out of memory", "container"),
-        "pods: evict, delete, every pod": ("evict", "delete", "every pod"),
+        "pods: evict, delete, every pod": ("evict", "force delete", "every pod"),
         "nodes: one, a rack": ("node", "rack"),
         "network: cut, deaf; kubelet": ("cut", "deaf", "kubelet"),
         "sidecars: one, all": ("sidecar", "all sidecars"),
@@ -38,7 +39,7 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
         by_place[place(each.injection)].append(each)
     order = {
         place(Injection(0, name, "", 0, 0)): number
-        for number, name in reversed([*enumerate((*POINTS, *FAULTS))])
+        for number, name in reversed([*enumerate((*POINTS, *WEIGHTS))])
     }
     lines = [
         "| where | strikes | worst pause | steps again | new attempts | well again, worst |",
@@ -138,43 +139,25 @@ def write(course: Course, folder: Path) -> None:
 
 def draw(course: Course, folder: Path) -> None:
     """Each strike as a dot: its pause, by where it struck."""
-    import matplotlib as mpl  # takes longer to import than all else here
+    from benchmarks.report import LIMIT, MISSED, OURS  # takes longer to import than all else here
 
-    from benchmarks.report import LIMIT, MISSED, OURS, plt
-
-    names = [
-        name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)
-    ]
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "tiercheck",
-        "font.size": 9,
-        "figure.constrained_layout.use": True,
-    }
-    with mpl.rc_context(style):
-        sheet, axes = plt.subplots(figsize=(9, 1 + 0.22 * len(names)))
+    struck = {each.injection.name for each in course.strikes}
+    names = [name for name in reversed((*POINTS, *WEIGHTS)) if name in struck]
+    with new_figure(9, 1 + 0.22 * len(names)) as sheet:
+        axes = sheet.subplots()
         for each in course.strikes:
-            row = len(names) - 1 - names.index(each.injection.name)
-            colour = MISSED if each.injection.ends else OURS
-            axes.plot(
-                max(0.05, each.pause),
-                row,
-                "X" if each.injection.ends else "o",
-                color=colour,
-                alpha=0.5,
-                markersize=5,
-            )
+            colour, mark = (MISSED, "X") if each.injection.ends else (OURS, "o")
+            row = names.index(each.injection.name)
+            axes.plot(max(0.05, each.pause), row, mark, color=colour, alpha=0.5, markersize=5)
         axes.axvline(course.plan.pace, color=LIMIT, linewidth=0.8)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_yticks(range(len(names)), list(reversed(names)))
+        axes.set_yticks(range(len(names)), names)
         axes.set_xlabel("longest pause between two new steps, seconds; line: the usual one")
         axes.set_title("Dots: must not end training. Crosses: end it", loc="left")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        remove_frame(axes, "x")
         sheet.savefig(folder / f"{PICTURE}.svg", metadata={"Date": None})
         sheet.savefig(folder / f"{PICTURE}.png", dpi=150)
-        plt.close(sheet)
 
 
 _INTRODUCTION = """\

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import random
+import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from tests.chaos import store as object_store
 from tests.chaos.record import Recorder
-from tests.chaos.store import BUCKET, Store
+from tests.cluster.jobs import OPERATOR_ENV as LAPTOPS_ENV
+from tests.cluster.jobs import PREPARE_LATE, Jobs, page
+from tests.sidecar.remote.s3 import faulty_proxy
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Proxy, Seen, proxying
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
 from tiercheck_local.cluster import LocalCluster, Strike
-from tiercheck_local.demo.scenario import condition_is
-from tiercheck_local.demo.stage import CREDENTIALS, REGION, LaptopStage, credentials
+from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.stage import FAULTS, Fault, LaptopStage, condition_is, tier_step
 from tiercheck_operator.kubernetes.api_server import ApiFailure, Object
 
 ROOT = Path(__file__).parents[2]
@@ -30,29 +32,87 @@ JOB = "chaos"
 RACKS = 3
 OPERATOR = "operator"
 OPERATOR_ENV = {
-    "TIERCHECK_SETTLE_SECONDS": "0.5",
-    "TIERCHECK_SUSPECT_SECONDS": "8",
-    "TIERCHECK_RETRY_SECONDS": "2",
+    **LAPTOPS_ENV,
     "TIERCHECK_LEASE": "default/tiercheck-operator",
     "TIERCHECK_LEASE_SECONDS": "4",
     "TIERCHECK_PROGRESS_SECONDS": "0.5",
 }
-"""As impatient as the laptop cluster is: it gives a silent node 4 s, where Kubernetes gives 40."""
 _LOOK_EVERY = 0.1
 _PROBE_EVERY, _PROBES = 10.0, 6
 """Seconds, and failures in a row: the chart's liveness probe."""
 
 
-class Stage:
+BUCKET = "checkpoints"
+_SLOW = 1.5
+_KEY = re.compile(rb"<Key>([^<]+)</Key>")
+
+
+class Store:
+    """An S3 server that can have a bad time, and tells the history what it stored and what it deleted.
+
+    `mood`: "", "store down", "store trouble" or "store slow"."""
+
+    def __init__(self, proxy: Proxy, record: Callable[..., None], seed: int) -> None:
+        self.mood = ""
+        self._record, self._rng = record, random.Random(f"store {seed}")
+        self.endpoint = proxy.url
+        proxy.rule, proxy.answered = self._rule, self._answered
+        self._proxy = proxy
+
+    def _rule(self, seen: Seen) -> faulty_proxy.Fault | None:
+        if self.mood == "store down":
+            return BUSY
+        if self.mood == "store trouble" and self._rng.random() < 0.4:
+            return BUSY if self._rng.random() < 0.7 else CUT
+        if self.mood == "store slow":
+            time.sleep(_SLOW * self._rng.random())
+        return None
+
+    def _answered(self, seen: Seen, body: bytes, status: int) -> None:
+        self._proxy.seen.clear()
+        if status >= 300:
+            return
+        path, query = urlsplit(seen.path).path, urlsplit(seen.path).query
+        if seen.method == "PUT" and not query:
+            body = _decoded(seen, body)
+            key = _within_job(path)
+            self._record("put", key=key, bytes=len(body), body=body if key.startswith("manifests/") else None)
+        elif seen.method == "DELETE" and "uploadId" not in query:
+            self._record("removed", key=_within_job(path))
+        elif seen.method == "POST" and query.startswith("delete"):
+            for key in _KEY.findall(body):
+                self._record("removed", key=_within_job(f"/{BUCKET}/{key.decode()}"))
+
+
+def _within_job(path: str) -> str:
+    """/bucket/prefix/namespace/job/REST"""
+    return "/".join(unquote(path).split("/")[5:])
+
+
+def _decoded(seen: Seen, body: bytes) -> bytes:
+    """What is stored of a body that came in signed pieces."""
+    if "x-amz-decoded-content-length" not in seen.headers:
+        return body
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size.split(b";")[0], 16)
+        if not length:
+            break
+        whole, body = whole + rest[:length], rest[length + 2 :]
+    return whole
+
+
+class StruckStage(LaptopStage):
     """Whoever waits here also does what a Deployment and a kubelet do: an operator that has ended, or says
     that it is ill, is started again."""
 
     def __init__(
         self, cluster: LocalCluster, recorder: Recorder, store: Store, workers: int, stop: Path
     ) -> None:
-        self.cluster, self.recorder, self.store, self.workers = cluster, recorder, store, workers
+        super().__init__(cluster, JOB)
+        self.recorder, self.store, self.workers = recorder, store, workers
         self._stop = stop
-        self._job = LaptopStage(cluster, "default", JOB)
         self._ill, self._probe_at = 0, 0.0
 
     # How it stands
@@ -60,10 +120,6 @@ class Stage:
     @property
     def status(self) -> Mapping[str, Any]:
         return self.recorder.status
-
-    @property
-    def attempt(self) -> int:
-        return int(self.status.get("attempt") or 0)
 
     def reached(self) -> int:
         """The newest step that any rank ever made."""
@@ -79,18 +135,20 @@ class Stage:
         if not (condition_is(status, "Protected") or _told_of_a_fault(status)):
             return "the job is not Protected"
         here = [pod for pod in self.recorder.pods.values() if not pod["metadata"].get("deletionTimestamp")]
-        if len(here) != self.workers or not all(map(_ready, here)):
+        if len(here) != self.workers or not all(
+            condition_is(each.get("status") or {}, "Ready") for each in here
+        ):
             return "not every pod is ready"
         self.recorder.poll()
         made = [self.recorder.steps.get(rank, [(0.0, 0, 0)])[-1] for rank in range(self.workers)]
         if any(step <= beyond or attempt != self.attempt for _, step, attempt in made):
             return f"not every rank has made a step beyond {beyond}: {[step for _, step, _ in made]}"
-        complete = {name: (status.get("tiers") or {}).get(name, {}).get("step", 0) for name in tiers}
+        complete = {name: tier_step(status, name) for name in tiers}
         if min(complete.values()) <= beyond:
             return f"nothing beyond step {beyond} is complete: {complete}"
         return ""
 
-    def wait(self, met: Callable[[], object], seconds: float) -> bool:
+    def comes(self, met: Callable[[], object], seconds: float) -> bool:
         """Whether `met` within that time."""
         end = time.monotonic() + seconds
         while not met():
@@ -100,27 +158,20 @@ class Stage:
             time.sleep(_LOOK_EVERY)
         return True
 
+    def rest(self, seconds: float) -> None:
+        self.comes(lambda: False, seconds)
+
     def keep_operator(self) -> None:
         operator = self.cluster.operator
         if operator is None or operator.poll() is not None:
             self.cluster.start_operator(OPERATOR_ENV, OPERATOR)
             self._ill, self._probe_at = 0, time.monotonic() + _PROBE_EVERY
         elif time.monotonic() >= self._probe_at:
-            self._ill = 0 if self._operator_is_well() else self._ill + 1
+            self._ill = 0 if page(self.cluster.metrics_address, "/healthz") else self._ill + 1
             self._probe_at = time.monotonic() + _PROBE_EVERY
             if self._ill >= _PROBES:
                 operator.kill()
                 operator.wait()
-
-    def _operator_is_well(self) -> bool:
-        connection = http.client.HTTPConnection(self.cluster.metrics_address, timeout=5)
-        try:
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
 
     # Failpoints
 
@@ -131,7 +182,7 @@ class Stage:
             return OPERATOR
         sidecar = injection.point.role == "sidecar"
         container = names.SIDECAR_CONTAINER if sidecar else names.TRAINER_CONTAINER
-        return f"{self._job.pod_of(injection.worker)}.{container}"
+        return f"{self.pod_of(injection.worker)}.{container}"
 
     def arm(self, whose: str, injection: Injection) -> None:
         self.cluster.faults.arm(
@@ -140,7 +191,7 @@ class Stage:
 
     def struck(self, whose: str, seconds: float) -> Strike | None:
         """The strike, if the point is passed within that time. Nothing is armed afterwards."""
-        self.wait(lambda: self.cluster.faults.strikes(whose), seconds)
+        self.comes(lambda: self.cluster.faults.strikes(whose), seconds)
         self.cluster.faults.disarm(whose)
         return next(iter(self.cluster.faults.strikes(whose)), None)
 
@@ -151,26 +202,27 @@ class Stage:
 
     # Faults
 
-    def inflict(self, name: str, worker: int) -> None:
-        """One of `FAULTS`. `undo` is to be called once it has been noticed, or its time is over."""
-        if name.startswith("store"):
-            self.store.mood = name
-        elif name == "evict":
-            with contextlib.suppress(ApiFailure):  # it was just replaced
-                self._job.inflict(name, worker)
-        else:
-            self._job.inflict(name, worker, [each for each in range(self.workers) if each != worker])
+    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        if fault.startswith("store"):
+            self.store.mood = fault
+            return fault
+        try:
+            return super().inflict(fault, worker, set(range(self.workers)) - {worker})
+        except ApiFailure:
+            if fault != "evict":  # else it was just replaced
+                raise
+            return ""
 
     def undo(self) -> None:
         self.store.mood = ""
-        self._job.undo()
+        super().undo()
 
     # The end
 
     def finish(self, seconds: float) -> bool:
         """Whether all ranks ended as they were asked to, and the job is complete."""
         self._stop.touch()
-        return self.wait(lambda: condition_is(self.status, "Completed"), seconds)
+        return self.comes(lambda: condition_is(self.status, "Completed"), seconds)
 
 
 def _told_of_a_fault(status: Mapping[str, Any]) -> bool:
@@ -178,43 +230,19 @@ def _told_of_a_fault(status: Mapping[str, Any]) -> bool:
     return any(each["reason"] == "InternalError" for each in status.get("conditions") or ())
 
 
-def _ready(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def _manifest(workers: int, stop: Path, endpoint: str, pace: float) -> Object:
-    env = {"STOP": str(stop), "PACE": str(pace)}
-    trainer = {
-        "name": names.TRAINER_CONTAINER,
-        "image": "trainer",
-        "command": [sys.executable, str(Path(__file__).with_name("trainer.py"))],
-        "env": [{"name": key, "value": value} for key, value in env.items()],
-    }
-    bucket = {
-        "bucket": BUCKET, "prefix": "prod", "region": REGION, "endpoint": endpoint,
-        "credentialsSecretName": CREDENTIALS,
-    }  # fmt: skip
-    return {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
-        "kind": names.KIND,
-        "metadata": {"name": JOB, "namespace": "default"},
-        "spec": {
-            "workers": workers,
-            "template": {"spec": {"terminationGracePeriodSeconds": 3, "containers": [trainer]}},
-            "checkpoint": {"snapshot": {"everySteps": 5}},
-            "tiers": {
-                "local": {"sizeLimit": "64Mi"},
-                "peer": {"copies": 1, "spread": {"level": "rack"}},
-                "remote": {"s3": bucket, "everySteps": 20, "keep": 3},
-            },
-            "failurePolicy": {"maxRestarts": 1_000_000},
-        },
-    }
+def _manifest(cluster: LocalCluster, workers: int, stop: Path, endpoint: str, pace: float) -> Object:
+    env = {"STOP": str(stop), **dict.fromkeys(PREPARE_LATE, "10")}
+    limit = {"maxRestarts": 1_000_000}
+    jobs = Jobs(cluster, stop.parent)
+    manifest = jobs.manifest(workers, pace=pace, env=env, remote_every=None, failurePolicy=limit)
+    manifest["metadata"]["name"] = JOB
+    s3 = in_bucket(BUCKET, endpoint, "prod")
+    manifest["spec"]["tiers"]["remote"] = {"s3": s3, "everySteps": 20, "keep": 3}
+    return manifest
 
 
 @contextlib.contextmanager
-def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage]:
+def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[StruckStage]:
     """Three racks of two nodes that have room for one worker each, the operator, the store, and the job,
     which has just been applied."""
     nodes = [replace(node, pods=1) for node in NodeSpec.racks(2 * RACKS, RACKS)]
@@ -224,13 +252,15 @@ def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage
     ) as cluster:
         recorder = Recorder(cluster.kubeconfig, cluster.logs, JOB)
         try:
-            with object_store.serving(cluster.logs / "s3.log", recorder.record, seed) as store:
+            log = cluster.logs / "s3.log"
+            with ObjectStore(log, BUCKET) as server, proxying(server.endpoint) as proxy:
+                store = Store(proxy, recorder.record, seed)
                 recorder.record("begins", workers=workers, copies=1, keep=3, prove=0)
                 cluster.apply_crds(ROOT / "crds")
                 cluster.apply(credentials())
                 cluster.start_operator(OPERATOR_ENV, OPERATOR)
-                cluster.apply(_manifest(workers, stop, store.endpoint, pace))
-                stage = Stage(cluster, recorder, store, workers, stop)
+                cluster.apply(_manifest(cluster, workers, stop, store.endpoint, pace))
+                stage = StruckStage(cluster, recorder, store, workers, stop)
                 yield stage
                 stage.undo()
         finally:
@@ -248,7 +278,7 @@ class Point:
     role: str
     """Whose processes pass it: sidecar, trainer, launcher, operator."""
     provoke: str = ""
-    """The fault that makes them pass it, of those in `FAULTS`; empty: they do while training goes well."""
+    """The fault that makes them pass it; empty: they do while training goes well."""
     actions: tuple[str, ...] = tuple(_HARM)
 
 
@@ -285,40 +315,12 @@ FIRST_WORKER_ONLY = ("before-manifest", "after-manifest")
 """Passed by the coordinator alone."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that is done to the cluster from outside."""
-
-    weight: int
-    ends: bool
-    """Training may be ended by it."""
-    seconds: float = 0.0
-    """How long it lasts, if it does not end by itself."""
-    costs_copies: bool = False
-    """More than one node's memory may be gone: what was complete in memory only may be lost."""
-
-
-FAULTS = {
-    "crash": Fault(3, ends=True),
-    "out of memory": Fault(1, ends=True),
-    "container": Fault(1, ends=True),
-    "evict": Fault(2, ends=True),
-    "delete": Fault(1, ends=True),
-    "node": Fault(3, ends=True),
-    "rack": Fault(1, ends=True, costs_copies=True),
-    "every pod": Fault(1, ends=True, costs_copies=True),
-    "cut": Fault(2, ends=False, seconds=20.0),
-    "sidecar": Fault(2, ends=False),
-    "all sidecars": Fault(1, ends=False),
-    "kubelet": Fault(2, ends=False, seconds=10.0),
-    "deaf": Fault(2, ends=False, seconds=15.0),
-    "operator": Fault(2, ends=False),
-    "operator stopped": Fault(1, ends=False, seconds=20.0),
-    "store down": Fault(1, ends=False, seconds=10.0),
-    "store trouble": Fault(1, ends=False, seconds=15.0),
-    "store slow": Fault(1, ends=False, seconds=15.0),
-}
-"""By name, as `LaptopStage.inflict` has them, or the store."""
+WEIGHTS = {
+    "crash": 3, "out of memory": 1, "container": 1, "evict": 2, "force delete": 1, "node": 3, "rack": 1,
+    "every pod": 1, "cut": 2, "sidecar": 2, "all sidecars": 1, "kubelet": 2, "deaf": 2, "operator": 2,
+    "operator stopped": 1, "store down": 1, "store trouble": 1, "store slow": 1,
+}  # fmt: skip
+"""How often each fault comes."""
 
 _SHARE_OF_POINTS = 0.65
 
@@ -368,9 +370,7 @@ def drawn(number: int, rng: random.Random, workers: int, *, only: str = "") -> I
     points = rng.random() < _SHARE_OF_POINTS
     if only:
         points = only in POINTS
-    name = only or (
-        rng.choice(list(POINTS)) if points else _weighted(rng, {k: f.weight for k, f in FAULTS.items()})
-    )
+    name = only or (rng.choice(list(POINTS)) if points else _weighted(rng, WEIGHTS))
     action = _weighted(rng, {each: _HARM[each] for each in POINTS[name].actions}) if points else ""
     worker = 0 if name in FIRST_WORKER_ONLY else rng.randrange(workers)
     often = points and not POINTS[name].provoke and name not in FIRST_WORKER_ONLY

@@ -17,7 +17,7 @@ from tests.chaos import campaign, report
 from tests.chaos.campaign import Outcome
 from tests.chaos.record import LifeChecker, Mark, Said
 from tests.chaos.report import place, table
-from tests.chaos.stage import FAULTS, POINTS, Injection, drawn
+from tests.chaos.stage import POINTS, WEIGHTS, Injection, drawn
 from tiercheck.failpoints import ACTIONS, ENV_FAILPOINTS, STRUCK, Arming, Failpoints, Struck
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_same_seed_draws_the_same_strikes() -> None:
     assert draw(7) == draw(7) != draw(8)
 
 
-@pytest.mark.parametrize("name", [*POINTS, *FAULTS])
+@pytest.mark.parametrize("name", [*POINTS, *WEIGHTS])
 def test_whatever_strikes_has_a_row_in_the_report(name: str) -> None:
     strike = Outcome(Injection(1, name, "", worker=0, skip=0), struck=True, pause=1.5, healed=2.5)
     *_, row = table([strike])
@@ -187,45 +187,35 @@ def test_what_the_attempt_before_had_said_is_not_held_against_the_next_one() -> 
     assert said.of(2, {"peer": {"step": 11, "time": "b"}}) == {"peer": 11}
 
 
-def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_none() -> None:
-    def verdict(step: int | None) -> dict[str, object]:
-        mark = None if step is None else Mark(step, 1)
-        return {
-            "by": "status",
-            "attempt": 1,
-            "placement": "p",
-            "snapshot": None,
-            "local": mark,
-            "peer": mark,
-            "remote": None,
-        }
+TOLD: dict[str, object] = {
+    "by": "status", "attempt": 1, "placement": "p", **dict.fromkeys(("snapshot", "local", "peer", "remote")),
+}  # fmt: skip
 
+
+def begun(keep: int) -> LifeChecker:
     checker = LifeChecker()
-    checker.read(
-        [
-            (0.0, "begins", {"workers": 1, "copies": 1, "keep": 3, "prove": 0}),
-            (1.0, "attempt", {"number": 1, "version": None, "heard": ()}),
-        ]
-    )
-    checker.read(
-        [(2.0, "verdict", verdict(7)), (3.0, "verdict", verdict(None)), (4.0, "verdict", verdict(7))]
-    )
+    begin = {"workers": 1, "copies": 1, "keep": keep, "prove": 0}
+    checker.read([(0.0, "begins", begin), (1.0, "attempt", {"number": 1, "version": None, "heard": ()})])
+    return checker
+
+
+def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_none() -> None:
+    checker = begun(keep=3)
+    seven, six = ({**TOLD, "local": Mark(step, 1), "peer": Mark(step, 1)} for step in (7, 6))
+    checker.read([(2.0, "verdict", seven), (3.0, "verdict", TOLD), (4.0, "verdict", seven)])
     assert not checker.broken
-    checker.read([(5.0, "verdict", verdict(6))])
+    checker.read([(5.0, "verdict", six)])
     assert [each.promise for each in checker.broken] == ["watermarks never fall"] * 2
 
 
 def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_operator_that_was_stopped() -> (
     None
 ):
-    checker = LifeChecker()
-    begin = {"workers": 1, "copies": 1, "keep": 1, "prove": 0}
-    checker.read([(0.0, "begins", begin), (1.0, "attempt", {"number": 1, "version": None, "heard": ()})])
+    checker = begun(keep=1)
     checker.manifests["manifests/000000000009-1.json"] = []
-    told = {"by": "status", "attempt": 1, "placement": "p", "snapshot": None, "local": None, "peer": None}
-    checker.read([(2.0, "verdict", {**told, "remote": Mark(6, 1)})])
+    checker.read([(2.0, "verdict", {**TOLD, "remote": Mark(6, 1)})])
     assert not checker.broken
-    checker.read([(3.0, "verdict", {**told, "remote": Mark(12, 1)})])
+    checker.read([(3.0, "verdict", {**TOLD, "remote": Mark(12, 1)})])
     assert [each.promise for each in checker.broken] == ["complete is complete"]
 
 

@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def helm_config(cluster: LocalCluster) -> Iterator[Any]:
     """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs
     included."""
-    from tests.chart.releases import DEADLINE, DEFINITIONS, NAMESPACE, RELEASE, exists, helm
+    from tests.chart.releases import DEADLINE, DEFINITIONS, NAMESPACE, RELEASE, helm
 
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=NAMESPACE) as config:
         yield config
@@ -41,9 +41,9 @@ def helm_config(cluster: LocalCluster) -> Iterator[Any]:
             cluster.operator = None
         config.uninstall(RELEASE, ignore_not_found=True)
         for definition in DEFINITIONS:
-            if exists(cluster, definition):
+            if cluster.answers(definition):
                 cluster.api.request("DELETE", definition)
         for definition in DEFINITIONS:
             cluster.wait_for(
-                lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go"
+                lambda path=definition: not cluster.answers(path), DEADLINE, "the definition to go"
             )

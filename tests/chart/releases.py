@@ -17,7 +17,6 @@ import yaml
 from tests.access import REAL_SERVER
 from tests.operator.kubernetes.proxy import JOBS, Recording, recording, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_operator.kubernetes.api_server import ApiFailure
 
 helm = pytest.importorskip(
     "helm_python", reason="the Helm SDK (helm-python-sdk) has no wheel for this machine"
@@ -112,18 +111,8 @@ def install(
     config: Any, cluster: LocalCluster, values: dict[str, Any] | None = None, chart: Path = CHART
 ) -> dict[str, Any]:
     release: dict[str, Any] = config.install(chart, RELEASE, values or {}, create_namespace=True)
-    cluster.wait_for(lambda: exists(cluster, JOBS.format("default")), DEADLINE, "jobs to be served")
+    cluster.wait_for(lambda: cluster.answers(JOBS.format("default")), DEADLINE, "jobs to be served")
     return release
-
-
-def exists(cluster: LocalCluster, path: str) -> bool:
-    try:
-        cluster.api.request("GET", path)
-    except ApiFailure as failure:
-        if failure.status in (404, 429, 503):
-            return False
-        raise
-    return True
 
 
 def pods(cluster: LocalCluster, namespace: str) -> dict[str, str]:

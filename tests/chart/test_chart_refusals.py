@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.releases import (
-    CHART,
-    NAMESPACE,
-    ROOT,
-    granted,
-    helm,
-    objects,
-    of_kind,
-    only,
-    rendered,
-)
+from tests.chart.releases import CHART, NAMESPACE, ROOT, granted, helm, objects, of_kind, only, rendered
 from tiercheck_operator.attach.webhook import PATH
 from tiercheck_operator.config import Config
 

@@ -19,7 +19,6 @@ from tests.chart.releases import (
     NAMESPACE,
     RELEASE,
     ROOT,
-    exists,
     granted,
     helm,
     install,
@@ -73,10 +72,10 @@ def test_uninstalling_leaves_the_definition_and_the_jobs_and_nothing_else(
     cluster.apply(short_job("kept", "training", suspend=True))
     helm_config.uninstall(RELEASE)
     assert objects_of_the_release(cluster) == set()
-    assert exists(cluster, f"{JOBS.format('training')}/kept")
+    assert cluster.answers(f"{JOBS.format('training')}/kept")
     release = install(helm_config, cluster)  # takes the definition over again
     assert release["revision"] == 1
-    assert exists(cluster, f"{JOBS.format('training')}/kept")
+    assert cluster.answers(f"{JOBS.format('training')}/kept")
 
 
 def test_uninstalling_leaves_nothing_of_what_the_operator_made_for_itself(
@@ -85,9 +84,9 @@ def test_uninstalling_leaves_nothing_of_what_the_operator_made_for_itself(
     lease = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}"
     install(helm_config, cluster)
     with operator(cluster, tmp_path):
-        cluster.wait_for(lambda: exists(cluster, lease), DEADLINE, "an operator to lead")
+        cluster.wait_for(lambda: cluster.answers(lease), DEADLINE, "an operator to lead")
     helm_config.uninstall(RELEASE)
-    cluster.wait_for(lambda: not exists(cluster, lease), DEADLINE, "the lease to go with its Deployment")
+    cluster.wait_for(lambda: not cluster.answers(lease), DEADLINE, "the lease to go with its Deployment")
 
 
 def test_uninstalling_without_keep_takes_definition_and_jobs_along(
@@ -97,7 +96,7 @@ def test_uninstalling_without_keep_takes_definition_and_jobs_along(
     cluster.apply(short_job("taken", "training", suspend=True))
     helm_config.uninstall(RELEASE)
     for definition in DEFINITIONS:
-        cluster.wait_for(lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go")
+        cluster.wait_for(lambda path=definition: not cluster.answers(path), DEADLINE, "the definition to go")
     assert objects_of_the_release(cluster) == set()
 
 
@@ -292,7 +291,7 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
         in_phase(cluster, "story", namespace, phase)
     end.touch()
     cluster.wait_for(
-        lambda: not exists(cluster, f"{JOBS.format(namespace)}/story"),
+        lambda: not cluster.answers(f"{JOBS.format(namespace)}/story"),
         DEADLINE,
         "the job to be removed after its time",
     )

@@ -35,62 +35,54 @@ def node_of(worker: int) -> str:
     return f"node-{worker}"
 
 
+def core(kind: str, metadata: Object, **parts: Any) -> Object:
+    """An object of the API's group without a name."""
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **parts}
+
+
 def nodes() -> list[Object]:
     """Two zones, two racks in each, two nodes in each rack; workers are dealt over the racks."""
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {
-                "name": node_of(index),
-                "labels": {
-                    "kubernetes.io/hostname": node_of(index),
-                    "topology.kubernetes.io/zone": f"zone-{'ab'[index % 4 // 2]}",
-                    "topology.kubernetes.io/rack": f"rack-{index % 4}",
-                },
-            },
-            "status": {
-                "allocatable": {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": "8", "pods": "110"},
-                "conditions": [{"type": "Ready", "status": "True"}],
-            },
+    status = {
+        "allocatable": {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": "8", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+
+    def labels(index: int) -> dict[str, str]:
+        return {
+            "kubernetes.io/hostname": node_of(index),
+            "topology.kubernetes.io/zone": f"zone-{'ab'[index % 4 // 2]}",
+            "topology.kubernetes.io/rack": f"rack-{index % 4}",
         }
-        for index in range(WORKERS)
-    ]
+
+    workers = range(WORKERS)
+    return [core("Node", {"name": node_of(each), "labels": labels(each)}, status=status) for each in workers]
+
+
+TRAINER = {
+    "name": "trainer",
+    "image": "registry.example.com/language/trainer:2.3.1",
+    "env": [{"name": "WANDB_API_KEY", "value": "a-secret-in-plain-sight"}],
+}
+OURS = {"apiVersion": f"{names.API_GROUP}/{names.API_VERSION}", "kind": names.KIND}
 
 
 def job() -> Object:
+    metadata = {"name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1}
     return {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
-        "kind": names.KIND,
-        "metadata": {
-            "name": NAME,
-            "namespace": NAMESPACE,
-            "uid": UID,
-            "generation": 1,
-            "creationTimestamp": at(93600),
-        },
+        **OURS,
+        "metadata": {**metadata, "creationTimestamp": at(93600)},
         "spec": spec(),
         "status": status(),
     }
 
 
 def spec() -> Object:
+    limits = {"limits": {"nvidia.com/gpu": "8"}}
+    container = {**TRAINER, "command": ["torchrun", "train.py"], "resources": limits}
     return {
         "workers": WORKERS,
         "procsPerWorker": 8,
-        "template": {
-            "spec": {
-                "containers": [
-                    {
-                        "name": "trainer",
-                        "image": "registry.example.com/language/trainer:2.3.1",
-                        "command": ["torchrun", "train.py"],
-                        "env": [{"name": "WANDB_API_KEY", "value": "a-secret-in-plain-sight"}],
-                        "resources": {"limits": {"nvidia.com/gpu": "8"}},
-                    }
-                ]
-            }
-        },
+        "template": {"spec": {"containers": [container]}},
         "topology": {"preset": "generic"},
         "checkpoint": {"stateSize": "4Gi", "snapshot": {"everySteps": 10}, "delta": {"mode": "Auto"}},
         "tiers": {
@@ -213,13 +205,7 @@ def condition(kind: str, value: str, reason: str, message: str, ago: float) -> O
 
 
 def owner() -> Object:
-    return {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
-        "kind": names.KIND,
-        "name": NAME,
-        "uid": UID,
-        "controller": True,
-    }
+    return {**OURS, "name": NAME, "uid": UID, "controller": True}
 
 
 def incarnation(worker: int) -> int:
@@ -227,40 +213,25 @@ def incarnation(worker: int) -> int:
 
 
 def pods() -> list[Object]:
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": f"{NAME}-{worker}-{incarnation(worker)}",
-                "namespace": NAMESPACE,
-                "uid": f"pod-{worker}",
-                "labels": {
-                    names.LABEL_JOB: NAME,
-                    names.LABEL_JOB_UID: UID,
-                    names.LABEL_WORKER: str(worker),
-                    names.LABEL_INCARNATION: str(incarnation(worker)),
-                },
-                "ownerReferences": [owner()],
-            },
-            "spec": {
-                "nodeName": node_of(worker),
-                "containers": [
-                    {
-                        "name": "trainer",
-                        "image": "registry.example.com/language/trainer:2.3.1",
-                        "env": [{"name": "WANDB_API_KEY", "value": "a-secret-in-plain-sight"}],
-                    }
-                ],
-            },
-            "status": {
-                "phase": "Running",
-                "podIP": f"10.0.0.{worker + 1}",
-                "containerStatuses": [{"name": "trainer", "restartCount": 1 if worker == 1 else 0}],
-            },
-        }
-        for worker in range(WORKERS)
-    ]
+    return [pod(worker) for worker in range(WORKERS)]
+
+
+def pod(worker: int) -> Object:
+    metadata = {
+        "name": f"{NAME}-{worker}-{incarnation(worker)}",
+        "namespace": NAMESPACE,
+        "uid": f"pod-{worker}",
+        "labels": {
+            names.LABEL_JOB: NAME,
+            names.LABEL_JOB_UID: UID,
+            names.LABEL_WORKER: str(worker),
+            names.LABEL_INCARNATION: str(incarnation(worker)),
+        },
+        "ownerReferences": [owner()],
+    }
+    started = [{"name": "trainer", "restartCount": 1 if worker == 1 else 0}]
+    status = {"phase": "Running", "podIP": f"10.0.0.{worker + 1}", "containerStatuses": started}
+    return core("Pod", metadata, spec={"nodeName": node_of(worker), "containers": [TRAINER]}, status=status)
 
 
 def placement(domains_saved: bool = True) -> Object:
@@ -276,12 +247,9 @@ def placement(domains_saved: bool = True) -> Object:
         {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes()}, PRESETS["generic"]
     )
     domains = domains_to_save(topology, map(node_of, range(WORKERS)))
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": placement_name(NAME), "namespace": NAMESPACE, "ownerReferences": [owner()]},
-        "data": placement_data(SavedPlacement(5, members, domains=domains if domains_saved else None)),
-    }
+    metadata = {"name": placement_name(NAME), "namespace": NAMESPACE, "ownerReferences": [owner()]}
+    saved = SavedPlacement(5, members, domains=domains if domains_saved else None)
+    return core("ConfigMap", metadata, data=placement_data(saved))
 
 
 def events() -> list[Object]:
@@ -297,19 +265,10 @@ def events() -> list[Object]:
         ("Warning", "RemoteForbidden", 1100, "worker 3: the bucket checkpoints refuses s3:PutObject "
                                              "(AccessDenied)"),
     ]  # fmt: skip
+    about = {"kind": names.KIND, "name": NAME, "namespace": NAMESPACE, "uid": UID}
+    shared = {"involvedObject": about, "count": 1, "source": {"component": "tiercheck-operator"}}
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"name": f"{NAME}.{index}", "namespace": NAMESPACE},
-            "involvedObject": {"kind": names.KIND, "name": NAME, "namespace": NAMESPACE, "uid": UID},
-            "type": kind,
-            "reason": reason,
-            "message": message,
-            "firstTimestamp": at(ago),
-            "lastTimestamp": at(ago),
-            "count": 1,
-            "source": {"component": "tiercheck-operator"},
-        }
+        core("Event", {"name": f"{NAME}.{index}", "namespace": NAMESPACE}, **shared,
+             type=kind, reason=reason, message=message, firstTimestamp=at(ago), lastTimestamp=at(ago))
         for index, (kind, reason, ago, message) in enumerate(told)
-    ]
+    ]  # fmt: skip

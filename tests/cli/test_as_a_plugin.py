@@ -24,13 +24,16 @@ from tiercheck_operator.kubernetes.certificates import issue
 ROOT = Path(__file__).parents[2]
 
 
+def code_of(name: str) -> str:
+    return f"import sys; sys.argv[0] = {name!r}; from tiercheck_cli.main import main; sys.exit(main())"
+
+
 def start(
     *words: str, name: str = "tiercheck", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """As the installed script called `name` does."""
-    code = f"import sys; sys.argv[0] = {name!r}; from tiercheck_cli.main import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", code_of(name), *words],
         capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **(env or {})},
     )  # fmt: skip
 
@@ -57,19 +60,8 @@ def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> No
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    code = "import sys; sys.argv[0] = 'tiercheck'; from tiercheck_cli.main import main; sys.exit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "plan",
-        "-f",
-        "examples/parity.yaml",
-        "--made-up",
-        "64x64",
-        "-o",
-        "json",
-    ]
+    words = ["plan", "-f", "examples/parity.yaml", "--made-up", "64x64", "-o", "json"]
+    command = [sys.executable, "-c", code_of("tiercheck"), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -109,12 +101,7 @@ class Held:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [
-        ([""], "plan"),
-        (["st"], "status"),
-        (["status", "--w"], "--wide"),
-        (["remote", "ch"], "check"),
-    ],
+    [([""], "plan"), (["st"], "status"), (["status", "--w"], "--wide"), (["remote", "ch"], "check")],
 )
 def test_words_are_completed_for_kubectl(words: list[str], found: str) -> None:
     assert found in complete(words)

@@ -112,46 +112,6 @@ def test_nothing_is_shown_by_another_way(path: Path) -> None:
 SECRET = "hunter2-0f9a"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"curl https://bob:{SECRET}@store.example.com/x",
-        f"Authorization: Bearer {SECRET}",
-        f"GET /b/o?X-Amz-Signature={SECRET}&x=1",
-        f"GET /b/o?a=1&X-Amz-Security-Token={SECRET}",
-        f"--hf-token={SECRET}",
-        f"WANDB_API_KEY={SECRET}",
-        f"aws_secret_access_key = {SECRET}",
-        f'{{"password": "{SECRET}"}}',
-        f"db_password: {SECRET}",
-        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
-    ],
-)
-def test_what_looks_like_a_credential_is_taken_out_of_a_log(line: str) -> None:
-    assert SECRET not in redacted(line)
-
-
-@pytest.mark.parametrize(
-    "secret",
-    ["AKIA" + "IOSFODNN7EXAMPLE", "ghp_" + "a" * 36, "hf_" + "b" * 34, "eyJ" + "hbGciOiJI.eyJzdWIiOiIx.sig"],
-)
-def test_keys_are_known_by_their_looks(secret: str) -> None:
-    assert secret not in redacted(f"trying with {secret} now")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "2026-11-21T12:00:00Z worker 3: step 12480, loss 2.31, 1.91 s",
-        "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 "
-        "from a peer",
-        "https://minio.storage.svc:9000/checkpoints/team-a/gpt-large: 503 Slow Down",
-    ],
-)
-def test_ordinary_lines_stay_as_they_are(line: str) -> None:
-    assert redacted(line) == line
-
-
 def test_environment_variables_keep_their_names_and_lose_their_values() -> None:
     pod = clean(recorded.pods()[0])
     assert pod["spec"]["containers"][0]["env"] == [{"name": "WANDB_API_KEY", "value": "REDACTED"}]

@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.access import BOTH_SERVERS
-from tests.cluster.jobs import Jobs
+from tests.cluster.jobs import OPERATOR_ENV, Jobs
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import ObjectStore, credentials
+from tiercheck_local.demo.job import ObjectStore, credentials
 from tiercheck_local.nodespec import NodeSpec
-from tiercheck_operator.kubernetes.api_server import NODES
 
 ROOT = Path(__file__).resolve().parents[2]
-
-OPERATOR_ENV = {
-    "TIERCHECK_SETTLE_SECONDS": "0.5",
-    "TIERCHECK_SUSPECT_SECONDS": "8",
-    "TIERCHECK_RETRY_SECONDS": "2",
-    "TIERCHECK_GROW_SECONDS": "1",
-}
 
 
 @pytest.fixture(scope="session", params=BOTH_SERVERS)
@@ -38,12 +30,6 @@ def cluster(
 
 
 @pytest.fixture(scope="session")
-def operator_env() -> dict[str, str]:
-    """What the shared operator is started with."""
-    return dict(OPERATOR_ENV)
-
-
-@pytest.fixture(scope="session")
 def bucket(cluster: LocalCluster) -> Iterator[ObjectStore]:
     """An S3 server with a bucket, and in the cluster the Secret that opens it."""
     with ObjectStore(cluster.logs / "s3.log", "checkpoints") as store:
@@ -54,7 +40,7 @@ def bucket(cluster: LocalCluster) -> Iterator[ObjectStore]:
 @pytest.fixture
 def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Makes jobs, and removes them and repairs the cluster afterwards."""
-    made = Jobs(cluster, tmp_path, OPERATOR_ENV)
+    made = Jobs(cluster, tmp_path)
     yield made
     cluster.faults.mend_links()
     made.clean_up()
@@ -63,12 +49,4 @@ def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
             cluster.faults.revive_node(name)
         else:
             cluster.faults.heal_node(name)
-    cluster.wait_for(lambda: _all_ready(cluster), 60, "all nodes to be Ready again")
-
-
-def _all_ready(cluster: LocalCluster) -> bool:
-    return all(
-        any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"])
-        and not node["spec"].get("taints")
-        for node in cluster.api.list(NODES)
-    )
+    cluster.wait_for(cluster.all_ready, 60, "all nodes to be Ready again")

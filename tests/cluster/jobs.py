@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import subprocess
@@ -10,59 +11,58 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck.protocol.report import RankRestore, Report
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.scenario import condition_is, in_words
-from tiercheck_local.demo.stage import CREDENTIALS, JOBS, REGION, LaptopStage, ObjectStore
-from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
+from tiercheck_local.demo.job import ObjectStore, in_bucket, job_manifest
+from tiercheck_local.stage import LaptopStage, condition_is, find_condition, tier_step
+from tiercheck_operator.kubernetes.api_server import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Object,
+)
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
 """Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against
 it."""
+OPERATOR_ENV = {
+    "TIERCHECK_SETTLE_SECONDS": "0.5",
+    "TIERCHECK_SUSPECT_SECONDS": "8",
+    "TIERCHECK_RETRY_SECONDS": "2",
+    "TIERCHECK_GROW_SECONDS": "1",
+}
+"""As impatient as the laptop cluster is: it gives a silent node 4 s, where Kubernetes gives 40."""
 PREPARE_LATE = {"TIERCHECK_WARM_AFTER_SECONDS": "600"}
 """An interpreter for the next attempt is made when one is needed: to import torch costs as much as all else
 that a test does."""
 
 
-@dataclass
-class Job:
+class Job(LaptopStage):
     """One TierCheckJob in the cluster."""
 
-    cluster: LocalCluster
-    name: str
-    workers: int
+    def __init__(self, cluster: LocalCluster, name: str, workers: int) -> None:
+        super().__init__(cluster, name)
+        self.workers = workers
 
-    @property
-    def stage(self) -> LaptopStage:
-        return LaptopStage(self.cluster, "default", self.name)
+    def wait(
+        self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float = PATIENCE
+    ) -> Mapping[str, Any]:
+        return super().wait(f"{self.name}: {what}", condition, seconds)
 
-    def get(self) -> Mapping[str, Any]:
-        return self.stage.get_job()
-
-    @property
-    def status(self) -> Mapping[str, Any]:
-        status: Mapping[str, Any] = self.get().get("status") or {}
-        return status
-
-    def wait(self, what: str, condition: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
-        """The status when `condition` of it holds."""
-
-        def look() -> Mapping[str, Any] | None:
-            status = self.status
-            return status if condition(status) else None
-
-        try:
-            return self.cluster.wait_for(look, PATIENCE, f"{self.name}: {what}")
-        except AssertionError as error:
-            raise AssertionError(
-                f"{in_words(self.status)}\n{json.dumps(self.status, indent=1)}\n{error}"
-            ) from error
+    def hit(self, fault: str, worker: int = 1) -> Mapping[str, Any]:
+        """The lastRecovery that follows, of any attempt newer than that of now."""
+        before = self.attempt
+        self.inflict(fault, worker)
+        return self.wait_recovered(before)
 
     def wait_trained(self, step: int, tier: str = "peer") -> Mapping[str, Any]:
         """Running, `step` reached, and `tier` complete at some version of the current attempt's making or
@@ -72,8 +72,8 @@ class Job:
             lambda status: (
                 condition_is(status, "Running")
                 and not status.get("recovery")
-                and (status.get("progress") or {}).get("step", 0) >= step
-                and "step" in ((status.get("tiers") or {}).get(tier) or {})
+                and progress(status) >= step
+                and tier_step(status, tier)
             ),
         )
 
@@ -97,35 +97,19 @@ class Job:
     def wait_condition(self, kind: str, value: str = "True", reason: str | None = None) -> Mapping[str, Any]:
         """The condition itself."""
 
-        def found(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
-            for condition in status.get("conditions") or ():
-                if (
-                    condition["type"] == kind
-                    and condition["status"] == value
-                    and reason in (None, condition["reason"])
-                ):
-                    return condition
-            return None
+        def found(status: Mapping[str, Any]) -> bool:
+            here = find_condition(status, kind)
+            return here.get("status") == value and reason in (None, here["reason"])
 
-        status = self.wait(f"{kind}={value} ({reason or 'any reason'})", found)
-        condition = found(status)
-        assert condition is not None
-        return condition
-
-    def pods(self) -> list[Object]:
-        return [pod for pod in self.stage.pods() if not pod["metadata"].get("deletionTimestamp")]
+        return find_condition(self.wait(f"{kind}={value} ({reason or 'any reason'})", found), kind)
 
     def uids(self) -> dict[int, str]:
         """UID of each worker's newest pod."""
-        return {worker: self.stage.pod(worker)["metadata"]["uid"] for worker in range(self.workers)}
+        return {worker: self.pod(worker)["metadata"]["uid"] for worker in range(self.workers)}
 
-    def restores(self, attempt: int) -> dict[int, RankRestore]:
-        """How each rank was restored, as the sidecars say."""
-        return self.stage.watch().ask_sidecars(attempt)
-
-    def reports(self) -> dict[int, Report]:
-        """The current report of each worker's sidecar."""
-        return self.stage.watch().reports()
+    def on_node(self, node: str) -> list[str]:
+        """Names of the pods there that are not being deleted."""
+        return [pod["metadata"]["name"] for pod in self.living_pods() if pod["spec"].get("nodeName") == node]
 
     def printed(self) -> list[dict[str, Any]]:
         """Every JSON line of every trainer of the job, pod by pod."""
@@ -140,15 +124,13 @@ class Job:
         yield from sorted(self.cluster.logs.glob(f"{self.name}-*/trainer.log"))
 
     def last_words(self) -> dict[int, tuple[int, str]]:
-        """Per rank: how many steps it trained in all, and the digest of its parameters."""
+        """Per rank: how many steps it trained in all, and the digest of its state."""
         return {line["rank"]: (line["steps"], line["digest"]) for line in self.printed() if "digest" in line}
 
-    def events(self) -> list[Object]:
-        return [
-            event
-            for event in self.cluster.api.list(EVENTS, "default")
-            if event["involvedObject"].get("name") == self.name
-        ]
+    def told(self) -> list[str]:
+        """The reasons of the job's Events."""
+        events = self.cluster.api.list(EVENTS, "default")
+        return [each["reason"] for each in events if each["involvedObject"].get("name") == self.name]
 
     def belongings(self) -> list[str]:
         """Everything in the namespace that carries the job's label."""
@@ -159,12 +141,22 @@ class Job:
         return found
 
 
-def in_bucket(bucket: ObjectStore) -> dict[str, Any]:
-    """`spec.tiers.remote.s3` of a job."""
-    return {
-        "bucket": bucket.bucket, "prefix": "prod", "region": REGION, "endpoint": bucket.endpoint,
-        "credentialsSecretName": CREDENTIALS,
-    }  # fmt: skip
+def progress(status: Mapping[str, Any]) -> int:
+    """The newest step that the status tells of."""
+    return int((status.get("progress") or {}).get("step", 0))
+
+
+@contextmanager
+def cordoned(cluster: LocalCluster, *others: str) -> Iterator[None]:
+    """Meanwhile no pod goes to any node but to these."""
+    nodes = [name for name in cluster.nodes if name not in others]
+    try:
+        for name in nodes:
+            cluster.faults.cordon_node(name)
+        yield
+    finally:
+        for name in nodes:
+            cluster.faults.cordon_node(name, cordoned=False)
 
 
 @dataclass
@@ -173,21 +165,11 @@ class Jobs:
 
     cluster: LocalCluster
     folder: Path
-    operator_env: Mapping[str, str]
     made: list[Job] = field(default_factory=list)
 
-    def start(
-        self,
-        workers: int = 2,
-        *,
-        steps: int = 0,
-        pace: float = 0.1,
-        env: Mapping[str, str] | None = None,
-        **spec: Any,
-    ) -> Job:
-        """Apply a job that trains `steps` steps (0: until it is hit, and then a few more). `spec` overrides
-        the spec."""
-        return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
+    def start(self, workers: int = 2, **how: Any) -> Job:
+        """Applies a job; `how` is as `manifest` takes it."""
+        return self.apply(self.manifest(workers, **how))
 
     def start_trained(self, workers: int = 2, **how: Any) -> tuple[Job, Mapping[str, Any]]:
         """The job and its status once it has copies beyond its second snapshot."""
@@ -204,22 +186,30 @@ class Jobs:
         command: list[str] | None = None,
         remote_every: int | None = 20,
         bucket: ObjectStore | None = None,
+        pod: Mapping[str, Any] | None = None,
+        container: Mapping[str, Any] | None = None,
+        peer: Mapping[str, Any] | None = None,
         **spec: Any,
     ) -> Object:
-        """A job that snapshots every 5 steps, copies to the other rack, and has `bucket` or a folder as its
-        remote tier."""
+        """A job that trains `steps` steps (0: until it is hit, and a few more), snapshots every 5, and has
+        copies in the other rack and `bucket` or a folder as its remote tier. `spec` overrides the spec, and
+        `pod`, `container` and `peer` fields of these."""
         settings = {"STEPS": str(steps), "PACE": str(pace), **PREPARE_LATE, **(env or {})}
-        container = {
+        trainer = {
             "name": "trainer",
             "image": "trainer",
             "command": command or [sys.executable, str(TRAINER)],
             "env": [{"name": key, "value": value} for key, value in settings.items()],
+            **(container or {}),
         }
         tiers: dict[str, Any] = {"local": {"sizeLimit": "64Mi"}}
         if workers > 1:
-            tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}}
+            tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}, **(peer or {})}
         if bucket is not None:
-            tiers["remote"] = {"s3": in_bucket(bucket), "everySteps": remote_every}
+            tiers["remote"] = {
+                "s3": in_bucket(bucket.bucket, bucket.endpoint, "prod"),
+                "everySteps": remote_every,
+            }
         elif remote_every is not None:
             remote = self.folder / "remote"
             remote.mkdir(exist_ok=True)
@@ -227,18 +217,9 @@ class Jobs:
                 "directory": {"volume": {"hostPath": {"path": str(remote)}}},
                 "everySteps": remote_every,
             }
-        return {
-            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
-            "kind": names.KIND,
-            "metadata": {"name": f"job-{uuid.uuid4().hex[:6]}", "namespace": "default"},
-            "spec": {
-                "workers": workers,
-                "template": {"spec": {"terminationGracePeriodSeconds": 3, "containers": [container]}},
-                "checkpoint": {"snapshot": {"everySteps": 5}},
-                "tiers": tiers,
-                **spec,
-            },
-        }
+        pod = {"terminationGracePeriodSeconds": 3, "containers": [trainer], **(pod or {})}
+        spec = {"checkpoint": {"snapshot": {"everySteps": 5}}, "tiers": tiers, **spec}
+        return job_manifest(f"job-{uuid.uuid4().hex[:6]}", workers, pod, **spec)
 
     def apply(self, manifest: Object) -> Job:
         self.cluster.apply(manifest)
@@ -247,13 +228,22 @@ class Jobs:
         return job
 
     def restart_operator(self) -> None:
-        self.cluster.start_operator(self.operator_env)
+        self.cluster.start_operator(OPERATOR_ENV)
 
     def clean_up(self) -> None:
         for job in self.made:
             self.cluster.api.delete(JOBS, "default", job.name)
         for job in self.made:
             self.cluster.wait_for(lambda job=job: not job.belongings(), PATIENCE, f"{job.name} to be gone")
+
+
+def page(address: str, path: str) -> str:
+    """Empty if nobody answers there, or not with 200."""
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -263,12 +253,7 @@ class Replica:
     address: str
 
     def page(self, path: str) -> str:
-        """Empty if it does not answer, or not with 200."""
-        try:
-            with urllib.request.urlopen(f"http://{self.address}{path}", timeout=5) as answer:
-                return str(answer.read().decode())
-        except (urllib.error.URLError, OSError):
-            return ""
+        return page(self.address, path)
 
     @property
     def leads(self) -> bool:

@@ -14,8 +14,8 @@ from tests.cluster.trainer import undisturbed
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Kind
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import JOBS
-from tiercheck_operator.kubernetes.api_server import PODS
+from tiercheck_local.stage import tier_step
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
 pytestmark = pytest.mark.cluster
 
@@ -25,8 +25,8 @@ something has arrived as well."""
 PARITY = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
 
 
-def standing_still(jobs: Jobs, folder: Path, workers: int = 2, **how: Any) -> tuple[Job, int, int]:
-    """A job, its attempt and step once training stands still and its last step has reached the holders."""
+def standing_still(jobs: Jobs, folder: Path, workers: int = 2, **how: Any) -> tuple[Job, int]:
+    """A job, and its step once training stands still and its last step has reached the holders."""
     gate = folder / "gate"
     job, _ = jobs.start_trained(workers, env={"GATE": str(gate)}, checkpoint=ROOMY, **how)
     gate.touch()
@@ -36,19 +36,16 @@ def standing_still(jobs: Jobs, folder: Path, workers: int = 2, **how: Any) -> tu
         marks = {report.watermarks.peer for report in job.reports().values()}
         return len(steps) == 1 and {mark.step for mark in marks if mark} == steps and None not in marks
 
-    status = job.wait("the last step to reach its holders", arrived)
+    job.wait("the last step to reach its holders", arrived)
     (step,) = {report.trainer.step for report in job.reports().values()}
     assert step is not None
-    return job, status["attempt"], step
+    return job, step
 
 
 @pytest.mark.extended
-def test_lost_node_costs_no_step_that_its_peers_had_heard_of(
-    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    job, attempt, step = standing_still(jobs, tmp_path)
-    cluster.faults.kill_node(job.stage.node_of(1))
-    recovery = job.wait_recovered(attempt)
+def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, tmp_path: Path) -> None:
+    job, step = standing_still(jobs, tmp_path)
+    recovery = job.hit("node")
     assert recovery["step"] == step
     assert recovery["lostSteps"] == 0
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
@@ -56,24 +53,20 @@ def test_lost_node_costs_no_step_that_its_peers_had_heard_of(
 
 
 @pytest.mark.extended
-def test_killed_process_costs_no_step_that_its_memory_holds(
-    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    job, attempt, step = standing_still(jobs, tmp_path, remote_every=None)
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
-    recovery = job.wait_recovered(attempt)
+def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, tmp_path: Path) -> None:
+    job, step = standing_still(jobs, tmp_path, remote_every=None)
+    recovery = job.hit("crash")
     assert recovery["step"] == step
     assert recovery["deltas"] == step % 10, "replayed on the newest snapshot"
     assert_same_as_undisturbed(job)
 
 
 def test_resume_after_a_step_that_was_given_up_for_it_is_proven_bit_for_bit(
-    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+    jobs: Jobs, tmp_path: Path
 ) -> None:
     prove = {"proveSteps": 1}
-    job, attempt, step = standing_still(jobs, tmp_path, remote_every=None, restore=prove)
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
-    recovery = job.wait_recovered(attempt)
+    job, step = standing_still(jobs, tmp_path, remote_every=None, restore=prove)
+    recovery = job.hit("crash")
     assert (recovery["step"], recovery["lostSteps"]) == (step - 1, 1)
     job.wait_condition("Exact", reason="Proven")
     recovery = job.status["lastRecovery"]
@@ -83,12 +76,10 @@ def test_resume_after_a_step_that_was_given_up_for_it_is_proven_bit_for_bit(
 
 
 @pytest.mark.extended
-def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_deltas_go_on_after_everything_was_lost(jobs: Jobs) -> None:
     job = jobs.start(workers=2, env={"TAIL": "400"})
-    before = job.wait_trained(22, tier="remote")
-    for pod in job.pods():
-        cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
-    recovery = job.wait_recovered(before["attempt"])
+    job.wait_trained(22, tier="remote")
+    recovery = job.hit("delete every pod")
     assert recovery["tiers"]["remote"] == 2
     job.wait(
         "a version that is no snapshot to reach its holders",
@@ -97,10 +88,9 @@ def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluste
 
 
 @pytest.mark.extended
-def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
-    job, attempt, step = standing_still(jobs, tmp_path, workers=3, tiers=PARITY)
-    cluster.faults.kill_node(job.stage.node_of(1))
-    recovery = job.wait_recovered(attempt)
+def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, tmp_path: Path) -> None:
+    job, step = standing_still(jobs, tmp_path, workers=3, tiers=PARITY)
+    recovery = job.hit("node")
     assert recovery["step"] == step
     assert recovery["rebuilt"] == 1
     assert job.restores(recovery["attempt"])[1].rebuilt
@@ -109,11 +99,10 @@ def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp
 
 @pytest.mark.extended
 def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, cluster: LocalCluster) -> None:
-    job, before = jobs.start_trained(workers=3, env={"TAIL": "10000"}, remote_every=None)
+    job, _ = jobs.start_trained(workers=3, env={"TAIL": "10000"}, remote_every=None)
     peer = {"copies": None, "parity": {"data": 2, "parity": 1}}
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"tiers": {"peer": peer}}})
-    cluster.faults.drain_pod(job.stage.pod_of(2))
-    second = job.wait_recovered(before["attempt"])
+    second = job.hit("evict", 2)
     assert second["tiers"] == {"local": 2, "peer": 1, "remote": 0}
     job.wait(
         "parity to have taken over",
@@ -124,11 +113,10 @@ def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, clust
                 for holding in report.holdings
                 if holding.tier is Tier.PEER
             )
-            and (status.get("tiers") or {}).get("peer", {}).get("step", 0) > second["step"]
+            and tier_step(status, "peer") > second["step"]
         ),
     )
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    third = job.wait_recovered(second["attempt"])
+    third = job.hit("evict")
     assert third["rebuilt"] == 1
 
 
@@ -143,20 +131,20 @@ def test_run_that_diverged_goes_back_to_the_last_finite_state(jobs: Jobs) -> Non
 
 @pytest.mark.extended
 def test_optimizer_that_cannot_be_replayed_gets_snapshots_only_and_the_job_says_so(
-    jobs: Jobs, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = jobs.start(workers=2, env={"NOISY": "1"})
     condition = job.wait_condition("DeltasActive", "False")
     assert "NoisySGD" in condition["message"]
-    before = job.wait_trained(13)
+    job.wait_trained(13)
     assert not [h for report in job.reports().values() for h in report.holdings if h.kind is Kind.DELTA]
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("evict")
     assert recovery["step"] % 5 == 0, "a snapshot"
     job.wait_condition("Completed")
     monkeypatch.setenv("NOISY", "1")
     for rank, (steps, digest) in job.last_words().items():
-        assert digest == undisturbed(rank, steps)
+        *_, (_, state) = undisturbed(rank, steps)
+        assert digest == state
 
 
 def test_job_whose_state_cannot_fit_is_refused_with_the_numbers_before_it_starts(jobs: Jobs) -> None:
@@ -176,34 +164,25 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_an_older_version_is_used(
     job.wait_trained(25, tier="remote")
     gate.touch()
     before = job.wait("everything under way to arrive", lambda status: at_rest(job, status))
-    assert peer(before) > remote(before)
-    assert cluster.faults.flip_bit(job.stage.pod_of(0), rank=1)
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
-    assert recovery["step"] == remote(before), "what is newer existed of rank 1 only as a bad copy"
+    assert tier_step(before, "peer") > tier_step(before, "remote")
+    assert cluster.faults.flip_bit(job.pod_of(0), rank=1)
+    recovery = job.hit("evict")
+    assert recovery["step"] == tier_step(before, "remote"), (
+        "what is newer existed of rank 1 only as a bad copy"
+    )
     assert job.restores(recovery["attempt"])[1].tier is Tier.REMOTE
     assert_same_as_undisturbed(job)
-
-
-def peer(status: Mapping[str, Any]) -> int:
-    return int(status["tiers"]["peer"]["step"])
-
-
-def remote(status: Mapping[str, Any]) -> int:
-    return int(status["tiers"]["remote"]["step"])
 
 
 def at_rest(job: Job, status: Mapping[str, Any]) -> bool:
     """The trainers stand still, nothing is being copied or uploaded, and the status knows it: all watermarks
     are what the sidecars hold."""
-    reports = job.reports().values()
+    reports, peer, remote = job.reports().values(), tier_step(status, "peer"), tier_step(status, "remote")
     steps = {report.trainer.step or 0 for report in reports}
-    if steps != {remote(status) + 17}:
+    if steps != {remote + 17}:
         return False
     marks = {report.watermarks for report in reports}
-    if {(m.peer.step, m.remote.step) for m in marks if m.peer and m.remote} != {
-        (peer(status), remote(status))
-    }:
+    if {(m.peer.step, m.remote.step) for m in marks if m.peer and m.remote} != {(peer, remote)}:
         return False
     held = {max(h.version for h in report.holdings if h.tier is Tier.LOCAL) for report in reports}
     return len(marks) == 1 and held == {mark.peer for mark in marks} == {mark.local for mark in marks}
@@ -212,10 +191,10 @@ def at_rest(job: Job, status: Mapping[str, Any]) -> bool:
 @pytest.mark.extended
 def test_partitioned_old_worker_keeps_sending_and_nobody_listens(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2, env={"ALONE": "1", "TAIL": "100"})
-    node, uid = job.stage.node_of(1), job.uids()[1]
+    node, uid = job.node_of(1), job.uids()[1]
     cluster.faults.partition_node(node)
     cluster.api.delete(
-        PODS, "default", job.stage.pod_of(1)
+        PODS, "default", job.pod_of(1)
     )  # as Kubernetes does in time; nobody is there to end it
     recovery = job.wait_recovered(before["attempt"])
     assert cluster.faults.processes_of(node, uid, "trainer"), "the old worker must still be training"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import PATIENCE, Job, Jobs
+from tests.cluster.jobs import PATIENCE, Job, Jobs, cordoned
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import JOBS
-from tiercheck_operator.kubernetes.api_server import PODS
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
 pytestmark = pytest.mark.cluster
 
@@ -81,12 +80,9 @@ def assert_shrinks_and_grows(
     gate.touch()  # else what is seen of a quick training may be its snapshots only
     between = job.wait("deltas lie at their holders", lambda status: status["tiers"]["peer"]["step"] % 20 > 4)
     complete = between["tiers"]["peer"]["step"]
-    lost = job.stage.node_of(1)
-    survivors = {job.stage.pod_of(worker) for worker in range(workers) if worker != 1}
-    others = [name for name in cluster.nodes if name != lost]
-    try:
-        for name in others:
-            cluster.faults.cordon_node(name)
+    lost = job.node_of(1)
+    survivors = {job.pod_of(worker) for worker in range(workers) if worker != 1}
+    with cordoned(cluster, lost):
         cluster.faults.kill_node(lost)
         smaller = job.wait_recovered(1)
         assert f"made by {workers} ranks, from which {workers - 1} read their parts" in smaller["reason"]
@@ -96,14 +92,11 @@ def assert_shrinks_and_grows(
         assert smaller["step"] % 20 == 0, "deltas lead nowhere on fewer ranks"
         assert smaller["step"] >= complete - complete % 20
         assert smaller["deltas"] == 0
-        assert {job.stage.pod_of(worker) for worker in range(workers - 1)} == survivors, (
+        assert {job.pod_of(worker) for worker in range(workers - 1)} == survivors, (
             "the last one is worker 1 now"
         )
         shrunk = job.wait_condition("FullSize", "False", "Shrunk")
         assert f"{workers - 1} of {workers} workers" in shrunk["message"]
-    finally:
-        for name in others:
-            cluster.faults.cordon_node(name, cordoned=False)
     grown = job.wait_recovered(2)
     assert grown["cause"] == "Grown"
     assert f"made by {workers - 1} ranks, from which {workers} read their parts" in grown["reason"]
@@ -111,7 +104,7 @@ def assert_shrinks_and_grows(
     # The first is left out as soon as nothing of it is left anywhere.
     assert [branch["ranks"] for branch in job.status["history"]][-2:] == [workers - 1, workers]
     assert job.status["restarts"]["crash"] == 0
-    assert {"Shrunk", "Grown"} <= {event["reason"] for event in job.events()}
+    assert {"Shrunk", "Grown"} <= {*job.told()}
     said = job.printed()
     trained = {(line["attempt"], line["step"]): line["whole"] for line in said if "step" in line}
     for line in (line for line in said if "restored" in line):
@@ -137,7 +130,9 @@ def assert_every_sample_once(job: Job) -> None:
 def spares(job: Job) -> list[str]:
     """Names of the pods that are no worker's."""
     return [
-        pod["metadata"]["name"] for pod in job.pods() if names.LABEL_WORKER not in pod["metadata"]["labels"]
+        pod["metadata"]["name"]
+        for pod in job.living_pods()
+        if names.LABEL_WORKER not in pod["metadata"]["labels"]
     ]
 
 
@@ -149,13 +144,12 @@ def wait_spares(job: Job, ready: int) -> None:
 def test_spare_takes_the_place_of_a_worker_whose_node_died(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, spares=1)
     wait_spares(job, 1)
-    before = job.wait_trained(13)
+    job.wait_trained(13)
     (spare,) = spares(job)
-    assert job.stage.rack_of(0) != job.stage.rack_of(1)
-    cluster.faults.kill_node(job.stage.node_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    assert job.rack_of(0) != job.rack_of(1)
+    recovery = job.hit("node")
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
-    assert job.stage.pod_of(1) == spare, "no new pod had to be scheduled"
+    assert job.pod_of(1) == spare, "no new pod had to be scheduled"
     job.wait_condition("SparesReady")
     assert spares(job) == [f"{job.name}-spare-1"], "and there is a new spare behind it"
     assert_same_as_undisturbed(job)
@@ -167,11 +161,8 @@ def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
     job, before = jobs.start_trained(workers=2, failurePolicy={"capacityTimeoutSeconds": 2})
-    lost = job.stage.node_of(1)
-    others = [name for name in cluster.nodes if name != lost]
-    try:
-        for name in others:
-            cluster.faults.cordon_node(name)
+    lost = job.node_of(1)
+    with cordoned(cluster, lost):
         cluster.faults.kill_node(lost)
         placed = job.wait_condition("Placed", "False", "NoCapacity")
         assert "unschedulable" in placed["message"], "what the scheduler says"
@@ -179,12 +170,9 @@ def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(
         assert {holding.rank for holding in held} == {0, 1}, (
             "the survivor keeps its own and the lost worker's copies"
         )
-    finally:
-        for name in others:
-            cluster.faults.cordon_node(name, cordoned=False)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
-    assert "NoCapacity" in {event["reason"] for event in job.events()}
+    assert "NoCapacity" in job.told()
     assert_same_as_undisturbed(job)
 
 
@@ -200,16 +188,15 @@ def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(
     manifest = jobs.manifest(2)
     manifest["spec"]["tiers"]["local"]["medium"] = "NodeMemory"
     job = jobs.apply(manifest)
-    before = job.wait_trained(13)
-    node, uid = job.stage.node_of(1), job.get()["metadata"]["uid"]
-    cluster.api.delete(PODS, "default", job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
-    assert job.stage.node_of(1) == node, "the new pod is where its memory is"
+    job.wait_trained(13)
+    node, uid = job.node_of(1), job.get_job()["metadata"]["uid"]
+    recovery = job.hit("delete")
+    assert job.node_of(1) == node, "the new pod is where its memory is"
     assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}
     # A job that is deleted while it trains cannot tell its sidecars that nobody will come back.
     orphaned = jobs.apply({**manifest, "metadata": {**manifest["metadata"], "name": f"{job.name}-b"}})
     orphaned.wait_trained(6)
-    home, other = orphaned.stage.node_of(0), orphaned.get()["metadata"]["uid"]
+    home, other = orphaned.node_of(0), orphaned.get_job()["metadata"]["uid"]
     cluster.api.delete(JOBS, "default", orphaned.name)
     cluster.wait_for(lambda: not orphaned.belongings(), PATIENCE, "the orphan's pods to be gone")
     assert list((node_memory(cluster, home) / other).iterdir()), "it is left behind"
@@ -228,19 +215,12 @@ def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(
 @contextlib.contextmanager
 def janitor(cluster: LocalCluster, node: str) -> Iterator[None]:
     """The janitor's pod, on one node, with no patience."""
-    base = "/dev/shm/tiercheck"
+    base, folder = "/dev/shm/tiercheck", names.NODE_MEMORY_DIR
     container = {
         "name": "janitor",
         "image": "tiercheck-sidecar",
-        "command": [
-            sys.executable,
-            "-m",
-            "tiercheck_sidecar.node_memory",
-            names.NODE_MEMORY_DIR,
-            "--watch",
-            "0",
-        ],
-        "volumeMounts": [{"name": "memory", "mountPath": names.NODE_MEMORY_DIR}],
+        "command": f"{sys.executable} -m tiercheck_sidecar.node_memory {folder} --watch 0".split(),
+        "volumeMounts": [{"name": "memory", "mountPath": folder}],
     }
     volume = {"name": "memory", "hostPath": {"path": base, "type": "DirectoryOrCreate"}}
     cluster.apply(

@@ -89,7 +89,7 @@ def assert_stayed(job: Job, lost: int) -> None:
 def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster, kind: str) -> None:
     job = start(jobs, kind)
     before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert_equal_losses(job, kind)
@@ -100,7 +100,7 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
 def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp")
     before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.stage.pod_of(0))
+    cluster.faults.kill_container_process(job.pod_of(0))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert_equal_losses(job, "fsdp")
@@ -111,10 +111,10 @@ def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalClu
 def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "ddp", LIVES="2")
     before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    cluster.faults.kill_container_process(job.pod_of(3))
     first = job.wait_recovered(before["attempt"])
     job.wait_trained(first["step"] + 8)
-    cluster.faults.kill_container_process(job.stage.pod_of(0))
+    cluster.faults.kill_container_process(job.pod_of(0))
     second = job.wait_recovered(first["attempt"])
     assert (first["inProcess"], second["inProcess"]) == (3, 3)
     assert_equal_losses(job, "ddp")
@@ -126,7 +126,7 @@ def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, cluster: 
 def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "ddp")
     before = job.wait_trained(13)
-    cluster.api.delete(PODS, "default", job.stage.pod_of(2), grace=0)
+    cluster.api.delete(PODS, "default", job.pod_of(2), grace=0)
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert_equal_losses(job, "ddp")
@@ -152,7 +152,7 @@ def test_rank_of_a_pod_is_replaced_and_those_beside_it_stay(
 def test_lost_pod_of_two_ranks_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp", pods=2)
     before = job.wait_trained(13)
-    cluster.api.delete(PODS, "default", job.stage.pod_of(1), grace=0)
+    cluster.api.delete(PODS, "default", job.pod_of(1), grace=0)
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (2, 2)
     assert_equal_losses(job, "fsdp")
@@ -164,7 +164,7 @@ def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
 ) -> None:
     job = start(jobs, "fsdp", SPREAD="1")
     before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
     assert_equal_losses(job, "fsdp")
@@ -174,7 +174,7 @@ def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
 def test_job_that_wants_new_processes_gets_them(jobs: Jobs, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp", recovery={"inProcess": "Never"})
     before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.stage.pod_of(3))
+    cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
     assert_equal_losses(job, "fsdp")

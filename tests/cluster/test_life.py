@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import PATIENCE, Job, Jobs
+from tests.cluster.jobs import PATIENCE, Job, Jobs, cordoned
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tests.lives import Lives
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import JOBS, ObjectStore
-from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
+from tiercheck_local.demo.job import ObjectStore
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 
 pytestmark = pytest.mark.cluster
 
@@ -24,7 +24,7 @@ def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(
     job, before = jobs.start_trained(workers=2)
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
     job.wait_condition("Suspended")
-    assert job.pods() == []
+    assert job.living_pods() == []
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": False}})
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] >= 10, "what was in memory was uploaded before the pods went"
@@ -51,8 +51,7 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
     job, before = jobs.start_trained(workers=2)
     assert before["placement"]["tolerates"], "the placement says what may be lost"
     assert before["phase"] == "Running"
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("evict")
     assert recovery["lostSteps"] >= 0
     assert recovery["totalSeconds"] >= recovery["detectSeconds"]
     assert "step" in recovery["reason"]
@@ -64,10 +63,8 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
         "Recovered",
         "Completed",
     }  # an Event follows the status that it tells of
-    cluster.wait_for(
-        lambda: wanted <= {event["reason"] for event in job.events()}, PATIENCE, f"Events {wanted}"
-    )
-    assert [event["reason"] for event in job.events()].count("Completed") == 1, "an Event is posted once"
+    cluster.wait_for(lambda: wanted <= {*job.told()}, PATIENCE, f"Events {wanted}")
+    assert job.told().count("Completed") == 1, "an Event is posted once"
 
 
 @pytest.mark.extended
@@ -76,24 +73,16 @@ def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_af
 ) -> None:
     job, before = jobs.start_trained(workers=2)
     job.wait_condition("Evictable")
-    others = [name for name in cluster.nodes if name != job.stage.node_of(0)]
-    try:
-        for name in others:
-            cluster.faults.cordon_node(name)
-        cluster.faults.drain_pod(
-            job.stage.pod_of(1)
-        )  # its replacement has nowhere to go: the restore takes as long as we like
+    with cordoned(cluster, job.node_of(0)):
+        # its replacement has nowhere to go: the restore takes as long as we like
+        job.inflict("evict", 1)
         job.wait_condition("Evictable", "False", "RestoreUnderWay")
         with pytest.raises(ApiFailure, match="disruption budget") as refused:
-            cluster.faults.evict_pod(job.stage.pod_of(0))
+            cluster.faults.evict_pod(job.pod_of(0))
         assert refused.value.status == 429
-    finally:
-        for name in others:
-            cluster.faults.cordon_node(name, cordoned=False)
     recovery = job.wait_recovered(before["attempt"])
     job.wait_condition("Evictable")
-    cluster.faults.drain_pod(job.stage.pod_of(0))
-    job.wait_recovered(recovery["attempt"])
+    job.hit("evict", 0)
     assert [entry["attempt"] for entry in job.status["recoveries"]][-1] == recovery["attempt"]
     assert_same_as_undisturbed(job)
 
@@ -103,28 +92,23 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
     """Named by CIDR, loopback of both families stands for further networks: its copies go there."""
-    manifest = jobs.manifest(workers=4)
-    manifest["spec"].setdefault("tiers", {}).setdefault("peer", {})["interfaces"] = [
-        "127.0.0.1/32",
-        "::1/128",
-    ]
-    spec = manifest["spec"]["template"]["spec"]
-    spec["hostNetwork"] = True
     only = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0", "node-2"]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [only]}]}
-    spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     cluster.faults.kill_operator()
     # it has forgotten nodes that other tests gave it reason to shun, so both are used
     jobs.restart_operator()
-    job = jobs.apply(manifest)
-    before = job.wait_trained(13)
-    assert len({pod["status"]["podIP"] for pod in job.pods()}) == 2, "two addresses for four pods"
+    job, _ = jobs.start_trained(
+        workers=4,
+        pod={"hostNetwork": True, "affinity": affinity},
+        peer={"interfaces": ["127.0.0.1/32", "::1/128"]},
+    )
+    assert len({pod["status"]["podIP"] for pod in job.living_pods()}) == 2, "two addresses for four pods"
     wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp", "0100007F")
     wait_until_it_carries(cluster, exchange_ports(job), "/proc/net/tcp6", f"{'0' * 24}01000000")
     assert job.wait_condition("Protected")["reason"] == "CopiesComplete", "no interface is missing"
     uids = job.uids()
-    cluster.api.delete(PODS, "default", job.stage.pod(1)["metadata"]["name"])
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("delete")
     assert recovery["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert {worker for worker, uid in job.uids().items() if uid != uids[worker]} == {1}
     assert_same_as_undisturbed(job)
@@ -132,7 +116,7 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
 
 def exchange_ports(job: Job) -> set[int]:
     """Of the job's sidecars."""
-    containers = [each for pod in job.pods() for each in pod["spec"]["initContainers"]]
+    containers = [each for pod in job.living_pods() for each in pod["spec"]["initContainers"]]
     ports = [port for each in containers for port in each.get("ports") or ()]
     return {port["containerPort"] for port in ports if port["name"] == "exchange"}
 
@@ -155,7 +139,7 @@ ENDLESS = [sys.executable, str(EXAMPLE), "--steps", "1000000", "--pace", "0.05"]
 def start(jobs: Jobs, bucket: ObjectStore) -> Job:
     """Two ranks of the example, with FSDP2."""
     env = {"OMP_NUM_THREADS": "1"}
-    return jobs.apply(jobs.manifest(workers=2, command=ENDLESS, env=env, bucket=bucket, remote_every=10))
+    return jobs.start(2, command=ENDLESS, env=env, bucket=bucket, remote_every=10)
 
 
 def undisturbed(lives: Lives, steps: int, folder: Path) -> dict[int, float]:
@@ -173,20 +157,17 @@ def assert_losses_of_an_undisturbed_run(job: Job, lives: Lives, folder: Path) ->
 
 @pytest.mark.extended
 def test_it_comes_back_from_memory_and_after_the_loss_of_all_pods_from_the_bucket(
-    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
+    jobs: Jobs, bucket: ObjectStore, lives: Lives, tmp_path: Path
 ) -> None:
     job = start(jobs, bucket)
-    before = job.wait_trained(13)
+    job.wait_trained(13)
     uids = job.uids()
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("crash")
     assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}
     assert recovery["step"] >= 5
     assert job.uids() == uids, "survivors are never recreated"
-    before = job.wait_trained(recovery["step"] + 3, tier="remote")
-    for pod in job.pods():
-        cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
-    recovery = job.wait_recovered(before["attempt"])
+    job.wait_trained(recovery["step"] + 3, tier="remote")
+    recovery = job.hit("delete every pod")
     assert recovery["tiers"] == {"local": 0, "peer": 0, "remote": 2}
     assert recovery["step"] >= 10
     job.wait_trained(recovery["step"] + 3)

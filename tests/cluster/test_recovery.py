@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Job, Jobs
+from tests.cluster.jobs import Job, Jobs, progress
 from tests.cluster.trainer import undisturbed
 from tiercheck.protocol.directive import Tier
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_operator.kubernetes.api_server import PODS
+from tiercheck_local.stage import tier_step
 
 pytestmark = pytest.mark.cluster
 
@@ -23,14 +23,14 @@ def assert_same_as_undisturbed(job: Job) -> None:
     assert set(said) == set(range(job.workers))
     assert len({steps for steps, _ in said.values()}) == 1
     for rank, (steps, digest) in said.items():
-        assert digest == undisturbed(rank, steps), f"rank {rank} after {steps} steps"
+        *_, (_, state) = undisturbed(rank, steps)
+        assert digest == state, f"rank {rank} after {steps} steps"
 
 
-def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, cluster: LocalCluster) -> None:
-    job, before = jobs.start_trained(workers=2)
+def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=2)
     uids = job.uids()
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("crash")
     assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}
     assert recovery["cause"] == "TrainerCrash"
     assert job.uids() == uids, "survivors are never recreated"
@@ -42,11 +42,10 @@ def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, c
 
 
 @pytest.mark.extended
-def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job, before = jobs.start_trained(workers=2)
+def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=2)
     uids = job.uids()
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+    recovery = job.hit("evict")
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
     assert job.restores(recovery["attempt"])[1].tier is Tier.PEER
     assert job.uids()[0] == uids[0], "survivors are never recreated"
@@ -56,35 +55,31 @@ def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cl
 
 
 @pytest.mark.extended
-def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job, before = jobs.start_trained(workers=2)
-    node = job.stage.node_of(1)
-    cluster.faults.kill_node(node)
-    recovery = job.wait_recovered(before["attempt"])
+def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=2)
+    node = job.node_of(1)
+    recovery = job.hit("node")
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
-    assert job.stage.node_of(1) != node
+    assert job.node_of(1) != node
     assert job.status["restarts"]["crash"] == 0
     assert_same_as_undisturbed(job)
 
 
 @pytest.mark.extended
-def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs, cluster: LocalCluster) -> None:
-    job, before = jobs.start_trained(workers=4)
-    rack = job.stage.rack_of(0)
-    cluster.faults.kill_rack(rack)
-    recovery = job.wait_recovered(before["attempt"])
+def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=4)
+    rack = job.rack_of(0)
+    recovery = job.hit("rack", 0)
     assert recovery["tiers"] == {"local": 2, "peer": 2, "remote": 0}
-    assert all(job.stage.rack_of(worker) != rack for worker in range(4))
+    assert all(job.rack_of(worker) != rack for worker in range(4))
     assert_same_as_undisturbed(job)
 
 
 @pytest.mark.extended
-def test_loss_of_every_pod_comes_back_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_loss_of_every_pod_comes_back_from_the_remote_tier(jobs: Jobs) -> None:
     job = jobs.start(workers=2)
-    before = job.wait_trained(22, tier="remote")
-    for pod in job.pods():
-        cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
-    recovery = job.wait_recovered(before["attempt"])
+    job.wait_trained(22, tier="remote")
+    recovery = job.hit("delete every pod")
     assert recovery["tiers"] == {"local": 0, "peer": 0, "remote": 2}
     assert recovery["step"] > 0
     assert_same_as_undisturbed(job)
@@ -101,7 +96,7 @@ def test_trainer_that_always_fails_ends_the_job_with_its_exit_code(jobs: Jobs) -
 def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2)
     uids = job.uids()
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    cluster.faults.kill_container_process(job.pod_of(1))
     job.wait_recovering(before["attempt"])
     cluster.faults.kill_operator()
     jobs.restart_operator()
@@ -117,8 +112,8 @@ def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(
 ) -> None:
     job, before = jobs.start_trained(workers=2)
     cluster.faults.kill_operator()
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    cluster.faults.kill_container_process(job.stage.pod_of(0))
+    cluster.faults.drain_pod(job.pod_of(1))
+    cluster.faults.kill_container_process(job.pod_of(0))
     jobs.restart_operator()
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] > 0
@@ -129,25 +124,17 @@ FAST_HANG = {"hang": {"minSeconds": 4, "stepFactor": 20}}
 
 
 @pytest.mark.extended
-def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to_raise(
-    jobs: Jobs, cluster: LocalCluster
-) -> None:
-    manifest = jobs.manifest(workers=2)
-    manifest["spec"]["template"]["spec"]["containers"][0]["resources"] = {
-        "limits": {"memory": "1500Mi"},
-        "requests": {"memory": "64Mi"},
-    }
-    job = jobs.apply(manifest)
-    before = job.wait_trained(13)
-    cluster.faults.oom_kill_container(job.stage.pod_of(1))
-    recovery = job.wait_recovered(before["attempt"])
+def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to_raise(jobs: Jobs) -> None:
+    resources = {"limits": {"memory": "1500Mi"}, "requests": {"memory": "64Mi"}}
+    job, _ = jobs.start_trained(workers=2, container={"resources": resources})
+    recovery = job.hit("out of memory")
     assert recovery["cause"] == "OOMKilled"
     assert "limit of 1500Mi" in recovery["message"]
     assert recovery["tiers"] == {"local": 2, "peer": 0, "remote": 0}, (
         "its copies are not in the container that was killed"
     )
     assert job.status["restarts"]["counted"] == 1
-    assert "OOMKilled" in {event["reason"] for event in job.events()}
+    assert "OOMKilled" in job.told()
     assert_same_as_undisturbed(job)
 
 
@@ -183,7 +170,7 @@ def test_exit_code_that_a_rule_calls_final_fails_the_job_without_a_restart(jobs:
 def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
     rule = {"name": "flaky", "action": "RestartIgnoringLimit", "onReasons": ["Signalled"]}
     job, before = jobs.start_trained(workers=2, failurePolicy={"maxRestarts": 0, "rules": [rule]})
-    cluster.faults.kill_container_process(job.stage.pod_of(1), number=signal.SIGBUS)
+    cluster.faults.kill_container_process(job.pod_of(1), number=signal.SIGBUS)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["rule"] == "flaky"
     assert {name: job.status["restarts"][name] for name in ("crash", "disruption", "counted")} == {
@@ -195,15 +182,14 @@ def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: 
 @pytest.mark.extended
 def test_killed_sidecar_starts_again_and_training_never_stops(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2, steps=400, pace=0.05)
-    cluster.faults.kill_container(job.stage.pod_of(1), "tiercheck-sidecar")
-    alive = job.wait("its second life", lambda _: _restarts(job.stage.pod_of(1), cluster))
-    seen = (alive.get("progress") or {}).get("step", 0)
+    cluster.faults.kill_container(job.pod_of(1), "tiercheck-sidecar")
+    seen = progress(job.wait("its second life", lambda _: job.sidecar().get("restartCount")))
     # Its copies may be complete again before anybody has looked; then there is nothing to tell.
     told = job.wait(
         "it to be told, or made good already",
-        lambda status: _told(job.events()) or status["tiers"]["peer"]["step"] > seen,
+        lambda status: "SidecarRestarted" in job.told() or tier_step(status, "peer") > seen,
     )
-    here = (told.get("progress") or {}).get("step", 0)
+    here = progress(told)
     after = job.wait_trained(here + 30)
     assert after["attempt"] == before["attempt"]
     assert after["restarts"]["total"] == 0
@@ -215,14 +201,3 @@ def test_job_that_takes_longer_than_it_may_ends(jobs: Jobs) -> None:
     job = jobs.start(workers=1, activeDeadlineSeconds=8)
     failed = job.wait_condition("Failed", "True", "DeadlineExceeded")
     assert "activeDeadlineSeconds" in failed["message"]
-
-
-def _restarts(pod: str, cluster: LocalCluster) -> bool:
-    statuses = next(entry for entry in cluster.pods() if entry["metadata"]["name"] == pod)["status"][
-        "initContainerStatuses"
-    ]
-    return any(entry["name"] == "tiercheck-sidecar" and entry["restartCount"] for entry in statuses)
-
-
-def _told(events: list[dict[str, object]]) -> bool:
-    return any(event["reason"] == "SidecarRestarted" for event in events)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.cluster.jobs import PATIENCE, Job, Jobs, Replicas
+from tests.cluster.jobs import OPERATOR_ENV, PATIENCE, Job, Jobs, Replicas
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol.directive import Tier
 from tiercheck_local.cluster import LocalCluster
@@ -49,13 +49,13 @@ def copied(job: Job) -> dict[int, int]:
 @pytest.mark.usefixtures("unlabelled")
 def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: LocalCluster) -> None:
     levels = [{"name": "pdu", "label": PDU}]
-    tiers = {"local": {"sizeLimit": "64Mi"}, "peer": {"copies": 1, "spread": {"level": "pdu"}}}
-    job = jobs.start(workers=4, topology={"levels": levels}, tiers=tiers)
+    peer = {"spread": {"level": "pdu"}}
+    job = jobs.start(workers=4, topology={"levels": levels}, peer=peer, remote_every=None)
     before = job.wait_trained(6)
     first, uids = placement(job).holders(), job.uids()
     mark = before["tiers"]["peer"]["step"]
     (partner,) = first[0]
-    same = {job.stage.node_of(0), job.stage.node_of(partner)}
+    same = {job.node_of(0), job.node_of(partner)}
     pdu = {node: "a" if node in same else "b" for node in cluster.nodes}
     label(cluster, pdu)
 
@@ -66,7 +66,7 @@ def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: Lo
         )
         now = placement(job)
         return not now.leaving and all(
-            pdu[job.stage.node_of(worker)] != pdu[job.stage.node_of(holder)]
+            pdu[job.node_of(worker)] != pdu[job.node_of(holder)]
             for worker, kept_by in now.holders().items()
             for holder in kept_by
         )
@@ -77,27 +77,26 @@ def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: Lo
     )
     assert (moved["attempt"], job.uids()) == (before["attempt"], uids), json.dumps(moved.get("lastRecovery"))
     job.wait_trained(moved["progress"]["step"] + 10)
-    cluster.faults.kill_node(job.stage.node_of(1))
-    recovery = job.wait_recovered(moved["attempt"])
+    recovery = job.hit("node")
     assert recovery["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert recovery["step"] >= mark
     assert_same_as_undisturbed(job)
 
 
 @pytest.fixture(scope="module")
-def replicas(cluster: LocalCluster, operator_env: dict[str, str]) -> Iterator[Replicas]:
+def replicas(cluster: LocalCluster) -> Iterator[Replicas]:
     """In place of the operator that all the other tests share."""
     assert cluster.operator is not None
     cluster.operator.terminate()
     cluster.operator.wait(30)
     several = Replicas(
-        cluster, {**operator_env, "TIERCHECK_LEASE": "default/tiercheck", "TIERCHECK_LEASE_SECONDS": "4"}
+        cluster, {**OPERATOR_ENV, "TIERCHECK_LEASE": "default/tiercheck", "TIERCHECK_LEASE_SECONDS": "4"}
     )
     try:
         yield several
     finally:
         several.stop()
-        cluster.start_operator(operator_env)
+        cluster.start_operator(OPERATOR_ENV)
 
 
 def test_leader_killed_in_the_middle_of_a_recovery_is_replaced_and_no_attempt_is_spent(
@@ -108,7 +107,7 @@ def test_leader_killed_in_the_middle_of_a_recovery_is_replaced_and_no_attempt_is
     leader = replicas.leader()
     job, before = jobs.start_trained(workers=2)
     uids = job.uids()
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    cluster.faults.kill_container_process(job.pod_of(1))
     job.wait_recovering(before["attempt"])
     replicas.kill(leader)
     recovery = job.wait_recovered(before["attempt"])
@@ -127,7 +126,7 @@ def test_leader_that_was_paused_finds_a_successor_when_it_wakes_up_and_does_no_h
     leader = replicas.leader()
     job, before = jobs.start_trained(workers=2, env={"TAIL": "40"})
     uids = job.uids()
-    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    cluster.faults.kill_container_process(job.pod_of(1))
     job.wait_recovering(before["attempt"])
     leader.process.send_signal(signal.SIGSTOP)
     recovery = job.wait_recovered(before["attempt"])

@@ -21,8 +21,9 @@ from tests.integrations.test_frameworks import NEEDS, command, needed, steps
 from tests.lives import Lives
 from tiercheck import ResumableSampler
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import ACCESS_KEY, JOBS, REGION, SECRET_KEY, ObjectStore
-from tiercheck_operator.kubernetes.api_server import PODS
+from tiercheck_local.demo.job import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
+from tiercheck_local.stage import tier_step
+from tiercheck_operator.kubernetes.api_server import JOBS
 
 pytestmark = pytest.mark.cluster
 
@@ -58,17 +59,8 @@ def written_elsewhere(form: str, folder: Path) -> str:
 
 def exported(job: Job, form: str, to: Path) -> int:
     """The step of the version that `tiercheck export JOB` has found."""
-    words = (
-        "export",
-        job.name,
-        "--kubeconfig",
-        str(job.cluster.kubeconfig),
-        "--format",
-        form,
-        "--to",
-        str(to),
-    )
-    ran = run(*words, env=CREDENTIALS)
+    typed = f"export {job.name} --kubeconfig {job.cluster.kubeconfig} --format {form} --to {to}"
+    ran = run(*typed.split(), env=CREDENTIALS)
     assert ran.status == 0, ran.err
     found = re.search(r"step (\d+)", ran.err)
     assert found, ran.err
@@ -99,7 +91,7 @@ def test_job_begins_from_what_was_imported_and_its_newest_version_is_exported_by
     )  # fmt: skip
     assert ran.status == 0, ran.err
     job = jobs.apply(manifest)
-    job.wait("a version of its own in the bucket", lambda status: _remote(status) > SEED)
+    job.wait("a version of its own in the bucket", lambda status: tier_step(status, "remote") > SEED)
     begun = [line for line in job.printed() if "restored" in line]
     assert [(line["restored"], line["whole"]) for line in begun] == [(SEED, seed)] * 2
     assert {line["samples"] for line in begun} == {BATCH * SEED if form == "dcp" else 0}
@@ -116,10 +108,6 @@ def test_job_begins_from_what_was_imported_and_its_newest_version_is_exported_by
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-
-
-def _remote(status: Any) -> int:
-    return int(((status.get("tiers") or {}).get("remote") or {}).get("step", 0))
 
 
 def _told(job: Job, step: int) -> str:
@@ -140,19 +128,15 @@ AT = 6
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NEEDS)
 def test_lost_worker_of_an_example_comes_back_to_equal_losses(
-    name: str, jobs: Jobs, cluster: LocalCluster, lives: Lives, tmp_path: Path
+    name: str, jobs: Jobs, lives: Lives, tmp_path: Path
 ) -> None:
     modules, argv = needed(name), command(name, "torchrun --nproc-per-node 2")
     script = [sys.executable, str(WRAPPER), *argv, "--folder", str(tmp_path / "job")]
     job = jobs.start(
         workers=2, command=script, env={"AT": str(AT), "OMP_NUM_THREADS": "1"}, remote_every=None
     )
-    job.wait(
-        "a snapshot at its holders",
-        lambda status: status.get("tiers", {}).get("peer", {}).get("step", 0) >= 5,
-    )
-    cluster.api.delete(PODS, "default", job.stage.pod_of(1), grace=0)
-    recovery = job.wait_recovered(1)
+    job.wait("a snapshot at its holders", lambda status: tier_step(status, "peer") >= 5)
+    recovery = job.hit("force delete")
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
     assert recovery["step"] >= 5
     job.wait_condition("Completed")

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import OPERATOR_ENV, ROOT
-from tests.cluster.jobs import PATIENCE, Job, Jobs
+from tests.cluster.conftest import ROOT
+from tests.cluster.jobs import OPERATOR_ENV, PATIENCE, Job, Jobs, progress
 from tests.cluster.test_recovery import assert_same_as_undisturbed
+from tiercheck.protocol import names
 from tiercheck_local.cluster import LocalCluster, waits_warm
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.stage import find_condition
 from tiercheck_operator.kubernetes.api_server import NODES
 
 pytestmark = pytest.mark.cluster
@@ -46,15 +48,15 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
 ) -> None:
     gate = tmp_path / "gate"
     job, before = jobs.start_trained(workers=2, env={"GATE": str(gate)})
-    node = job.stage.node_of(1)
+    node = job.node_of(1)
     # ranks whose network is cut wait for each other; the cut of the sidecars' links does not reach theirs
     gate.touch()
-    cluster.faults.cut_links(job.stage.pod_of(1), [job.stage.pod_of(0)], operator=True)
+    cluster.faults.cut_links(job.pod_of(1), [job.pod_of(0)], operator=True)
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
     assert recovery["cause"] == "NodeSilent"
     assert "worker 0 hears nothing from its host either" in recovery["message"]
-    assert job.stage.node_of(1) != node
+    assert job.node_of(1) != node
     assert job.status["restarts"]["crash"] == 0
     assert_same_as_undisturbed(job)
 
@@ -67,8 +69,8 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
     job, before = jobs.start_trained(
         workers=2, env={"ALONE": "1", "TAIL": "60", "GATE": str(gate), "GATE_RANK": "0"}
     )
-    node, uid, pod = job.stage.node_of(1), job.uids()[1], job.stage.pod_of(1)
-    cluster.faults.cut_links(pod, [job.stage.pod_of(0)], operator=True)
+    node, uid, pod = job.node_of(1), job.uids()[1], job.pod_of(1)
+    cluster.faults.cut_links(pod, [job.pod_of(0)], operator=True)
     cluster.faults.partition_node(node)
     gate.touch()  # worker 0 stands still, as collectives make it; uncoupled ranks would vouch for each other
     recovery = job.wait_recovered(before["attempt"])
@@ -94,21 +96,14 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
 def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    manifest = jobs.manifest(workers=2, env={"ALONE": "1", "TAIL": "30"})
     # Nobody answers, so it might be us: Kubernetes has the word, here sooner than after its 300 s.
-    manifest["spec"]["template"]["spec"]["tolerations"] = [
-        {
-            "key": "node.kubernetes.io/unreachable",
-            "operator": "Exists",
-            "effect": "NoExecute",
-            "tolerationSeconds": 3,
-        }
-    ]
-    job = jobs.apply(manifest)
+    soon = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 3}
+    pod = {"tolerations": [{"key": "node.kubernetes.io/unreachable", **soon}]}
+    job = jobs.start(2, env={"ALONE": "1", "TAIL": "30"}, pod=pod)
     before = job.wait_trained(22, tier="remote")
-    old = {worker: (job.stage.node_of(worker), job.uids()[worker]) for worker in range(2)}
+    old = {worker: (job.node_of(worker), job.uids()[worker]) for worker in range(2)}
     for worker, (node, _) in old.items():
-        cluster.faults.cut_links(job.stage.pod_of(worker), [], operator=True)
+        cluster.faults.cut_links(job.pod_of(worker), [], operator=True)
         cluster.faults.partition_node(node)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"]["remote"] == 2
@@ -124,18 +119,17 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
     job, before = jobs.start_trained(workers=2)
-    node, uids = job.stage.node_of(1), job.uids()
+    node, uids = job.node_of(1), job.uids()
     cluster.faults.cordon_node(node)
     try:
         job.wait(
             "training to go on", lambda status: status["progress"]["step"] > before["progress"]["step"] + 5
         )
         assert job.uids() == uids, "a cordon alone moves nobody"
-        for pod in job.pods():
-            if pod["spec"].get("nodeName") == node:
-                cluster.faults.drain_pod(pod["metadata"]["name"])
+        for pod in job.on_node(node):
+            cluster.faults.drain_pod(pod)
         recovery = job.wait_recovered(before["attempt"])
-        assert job.stage.node_of(1) != node
+        assert job.node_of(1) != node
         assert recovery["cause"] == "PodEvicted"
         assert recovery["lostSteps"] <= 2
     finally:
@@ -146,36 +140,21 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
 @pytest.mark.extended
 def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2)
-    node = job.stage.node_of(1)
-    taint = {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}
-    cluster.api.patch(NODES, None, node, {"spec": {"taints": [taint]}})
+    node = job.node_of(1)
+    cluster.faults.taint_node(node, "karpenter.sh/disrupted")
     try:
         recovery = job.wait_recovered(before["attempt"])
         assert recovery["cause"] == "NodeLeaving"
         assert "karpenter.sh/disrupted" in recovery["message"]
         assert recovery["lostSteps"] <= 2
-        assert _on(job, node) == []
+        assert job.on_node(node) == []
     finally:
-        cluster.api.patch(NODES, None, node, {"spec": {"taints": None}})
+        cluster.faults.taint_node(node)
     assert_same_as_undisturbed(job)
 
 
-def _on(job: Job, node: str) -> list[str]:
-    return [pod["metadata"]["name"] for pod in job.pods() if pod["spec"].get("nodeName") == node]
-
-
-SIDECAR = "tiercheck-sidecar"
-
-
-def sidecar(cluster: LocalCluster, pod: str) -> Mapping[str, Any]:
-    """What the kubelet says of it."""
-    found = next(entry for entry in cluster.pods() if entry["metadata"]["name"] == pod)
-    statuses = (found.get("status") or {}).get("initContainerStatuses") or []
-    return next((entry for entry in statuses if entry["name"] == SIDECAR), {})
-
-
-def step(status: Mapping[str, Any]) -> int:
-    return int((status.get("progress") or {}).get("step", 0))
+def protected(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    return find_condition(status, "Protected") or {"reason": "", "message": ""}
 
 
 def assert_untouched(job: Job, before: Mapping[str, Any], uids: Mapping[int, str]) -> None:
@@ -189,27 +168,27 @@ def test_sidecar_that_is_killed_twice_costs_no_step_and_its_kubelets_wait_is_tol
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
     job, before = jobs.start_trained(workers=2, steps=100_000, pace=0.05)
-    uids, pod = job.uids(), job.stage.pod_of(1)
+    uids = job.uids()
     for lives in (1, 2):
-        cluster.wait_for(lambda: sidecar(cluster, pod).get("started"), 60, "the sidecar to have started")
-        job.wait("copies to be complete", lambda status: _protected(status)["status"])
-        here = step(job.status)
-        cluster.faults.kill_container(pod, SIDECAR)
-        told = job.wait("it to be told", lambda status: _protected(status)["reason"] == "SidecarRestarting")
+        cluster.wait_for(lambda: job.sidecar().get("started"), 60, "the sidecar to have started")
+        job.wait_condition("Protected")
+        here = progress(job.status)
+        job.inflict("sidecar", 1)
+        told = job.wait("it to be told", lambda status: protected(status)["reason"] == "SidecarRestarting")
         if lives == 2:
-            told = job.wait("the wait to be told", lambda status: "10 s" in _protected(status)["message"])
-            assert "Training goes on" in _protected(told)["message"]
-            assert "back-off 10s" in sidecar(cluster, pod)["state"]["waiting"]["message"]
-        job.wait("training to go on meanwhile", lambda status, here=here: step(status) > here + 20)
-    job.wait("copies to be complete again", lambda status: _protected(status)["status"])
+            told = job.wait("the wait to be told", lambda status: "10 s" in protected(status)["message"])
+            assert "Training goes on" in protected(told)["message"]
+            assert "back-off 10s" in job.sidecar()["state"]["waiting"]["message"]
+        job.wait("training to go on meanwhile", lambda status, here=here: progress(status) > here + 20)
+    job.wait_condition("Protected")
     assert_untouched(job, before, uids)
-    assert sidecar(cluster, pod)["restartCount"] == 2
-    assert "SidecarRestarting" in {event["reason"] for event in job.events()}
+    assert job.sidecar()["restartCount"] == 2
+    assert "SidecarRestarting" in job.told()
 
 
 def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
     job, before = jobs.start_trained(workers=2, steps=100_000, pace=0.05)
-    uids, worth = job.uids(), _placed(job.status)
+    uids, worth = job.uids(), str(job.wait_condition("Placed")["reason"])
     assert worth in ("AllPlaced", "DegradedSpread"), "other tests may have given reason to shun nodes"
     try:
         for node in cluster.nodes:
@@ -221,8 +200,8 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
             60,
             "no node to be ready",
         )
-        here = step(job.status)
-        job.wait("a hundred steps more", lambda status: step(status) > here + 100)
+        here = progress(job.status)
+        job.wait("a hundred steps more", lambda status: progress(status) > here + 100)
         assert_untouched(job, before, uids)
     finally:
         for node in cluster.nodes:
@@ -237,11 +216,13 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
 ) -> None:
     job, before = jobs.start_trained(workers=2)
     old = job.uids()
-    cluster.faults.hold_starts(SIDECAR)
+    cluster.faults.hold_starts(names.SIDECAR_CONTAINER)
     try:
-        cluster.faults.drain_pod(job.stage.pod_of(1))
+        job.inflict("evict", 1)
         cluster.wait_for(
-            lambda: "running" in _replaced(job, cluster, old).get("state", {}), 60, "its replacement to run"
+            lambda: job.uids()[1] != old[1] and "running" in job.sidecar().get("state", {}),
+            60,
+            "its replacement to run",
         )
         new = job.uids()[1]
         # Its peer's trainer has failed, and a silent sidecar is given up after TIERCHECK_SUSPECT_SECONDS
@@ -250,7 +231,7 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
         cluster.wait_for(lambda: time.monotonic() > passed, 60, "that limit to pass twice")
         assert job.uids()[1] == new
     finally:
-        cluster.faults.let_start(SIDECAR)
+        cluster.faults.hold_starts(names.SIDECAR_CONTAINER, held=False)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["cause"] == "PodEvicted"
     assert job.uids()[1] == new, "one replacement, and it was given its time"
@@ -265,7 +246,7 @@ def trusting(tmp_path: Path) -> Iterator[tuple[LocalCluster, Jobs]]:
     with LocalCluster(tmp_path / "cluster", nodes, lease_grace=60.0) as cluster:
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
-        jobs = Jobs(cluster, tmp_path, OPERATOR_ENV)
+        jobs = Jobs(cluster, tmp_path)
         yield cluster, jobs
 
 
@@ -275,33 +256,12 @@ def test_node_whose_processes_are_dead_is_left_although_its_kernel_refuses_and_k
 ) -> None:
     cluster, jobs = trusting
     job, before = jobs.start_trained(workers=2)
-    node = job.stage.node_of(1)
+    node = job.node_of(1)
     cluster.faults.kill_node(node)
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
     assert recovery["cause"] == "SidecarSilent"
     assert "its kubelet says nothing" in recovery["message"]
-    assert job.stage.node_of(1) != node
+    assert job.node_of(1) != node
     assert recovery["tiers"]["peer"] == 1
     assert_same_as_undisturbed(job)
-
-
-def _protected(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Its condition, with the status as a bool."""
-    found = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
-    return (
-        {**found, "status": found["status"] == "True"}
-        if found
-        else {"status": False, "reason": "", "message": ""}
-    )
-
-
-def _replaced(job: Job, cluster: LocalCluster, old: Mapping[int, str]) -> Mapping[str, Any]:
-    """The sidecar of worker 1's new pod."""
-    pod = job.stage.pod(1)
-    return sidecar(cluster, pod["metadata"]["name"]) if pod["metadata"]["uid"] != old[1] else {}
-
-
-def _placed(status: Mapping[str, Any]) -> str:
-    found = [entry["reason"] for entry in status.get("conditions", ()) if entry["type"] == "Placed"]
-    return str(found[0]) if found else ""

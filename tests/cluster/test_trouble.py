@@ -16,20 +16,17 @@ from tiercheck_cli.status.command import screen
 from tiercheck_cli.status.view import status_view
 from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import CREDENTIALS, REGION, ObjectStore
-from tiercheck_local.demo.stage import credentials as demo_credentials
+from tiercheck_local.demo.job import CREDENTIALS, ObjectStore, in_bucket
+from tiercheck_local.demo.job import credentials as demo_credentials
 
 pytestmark = pytest.mark.cluster
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
 
-def s3(endpoint: str, secret: str | None = None, bucket: str = "checkpoints") -> dict[str, Any]:
-    settings = {"bucket": bucket, "region": REGION, "endpoint": endpoint}
-    return {
-        "local": {"sizeLimit": "64Mi"},
-        "remote": {"s3": settings | ({"credentialsSecretName": secret} if secret else {}), "everySteps": 20},
-    }
+def s3(endpoint: str, secret: str) -> dict[str, Any]:
+    settings = {**in_bucket("checkpoints", endpoint, "prod"), "credentialsSecretName": secret}
+    return {"local": {"sizeLimit": "64Mi"}, "remote": {"s3": settings, "everySteps": 20}}
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +45,7 @@ def credentials(cluster: LocalCluster) -> str:
 
 
 def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=2)
-    manifest["spec"]["template"]["spec"]["nodeSelector"] = {"example.com/gpu": "h200"}
-    job = jobs.apply(manifest)
+    job = jobs.start(2, pod={"nodeSelector": {"example.com/gpu": "h200"}})
     placed = job.wait_condition("Placed", "False", "Unschedulable")
     assert "0/4 nodes are available" in placed["message"]
 
@@ -60,18 +55,14 @@ def test_unlabelled_nodes_are_named_and_the_job_runs_with_less(jobs: Jobs) -> No
         {"name": "pdu", "label": "example.com/pdu"},
         {"name": "host", "label": "kubernetes.io/hostname"},
     ]
-    manifest = jobs.manifest(workers=2, steps=12, topology={"levels": levels})
-    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "pdu"}
-    job = jobs.apply(manifest)
+    job = jobs.start(2, steps=12, topology={"levels": levels}, peer={"spread": {"level": "pdu"}})
     placed = job.wait_condition("Placed", "True", "NodesUnlabelled")
     assert "example.com/pdu" in placed["message"]
     job.wait_condition("Completed")
 
 
 def test_impossible_required_spread_waits_and_names_the_bound(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=3)
-    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "zone", "mode": "Required"}
-    job = jobs.apply(manifest)
+    job = jobs.start(3, peer={"spread": {"level": "zone", "mode": "Required"}})
     placed = job.wait_condition("Placed", "False", "InsufficientDomains")
     assert "zone" in placed["message"]
 
@@ -90,9 +81,7 @@ def test_missing_credentials_are_named(jobs: Jobs) -> None:
 
 
 @pytest.mark.extended
-def test_bucket_that_breaks_later_never_stops_training(
-    jobs: Jobs, cluster: LocalCluster, credentials: str, tmp_path: Path
-) -> None:
+def test_bucket_that_breaks_later_never_stops_training(jobs: Jobs, credentials: str, tmp_path: Path) -> None:
     with ObjectStore(tmp_path / "s3.log", "checkpoints") as store:
         job = jobs.start(workers=1, tiers=s3(store.endpoint, credentials))
         job.wait_trained(20, tier="remote")
@@ -131,12 +120,9 @@ def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_o
 
 
 @pytest.mark.extended
-def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(
-    jobs: Jobs, cluster: LocalCluster
-) -> None:
-    job, before = jobs.start_trained(workers=2, env={"SWAP": "1"})
-    cluster.faults.drain_pod(job.stage.pod_of(1))
-    job.wait_recovered(before["attempt"])
+def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(jobs: Jobs) -> None:
+    job, _ = jobs.start_trained(workers=2, env={"SWAP": "1"})
+    job.hit("evict")
     assert_same_as_undisturbed(job)
 
 
@@ -156,22 +142,19 @@ def test_command_that_cannot_be_started_is_named(jobs: Jobs) -> None:
 
 def test_crash_loop_shows_the_commands_last_lines_and_its_pod_once(jobs: Jobs) -> None:
     script = "echo 'CUDA error: out of memory' >&2; exit 3"
-    manifest = jobs.manifest(workers=1, remote_every=None, command=["sh", "-c", script])
-    manifest["spec"]["failurePolicy"] = {"maxRestarts": 1}
-    job = jobs.apply(manifest)
+    command = ["sh", "-c", script]
+    job = jobs.start(1, remote_every=None, command=command, failurePolicy={"maxRestarts": 1})
     message = job.wait_condition("Failed", "True", "MaxRestartsExceeded")["message"]
     assert (
         f"ended with exit code 3: CUDA error: out of memory. Its log: kubectl logs -n default {job.name}-0-"
         in message
     )
-    shown = to_plain_text(screen(status_view(job.get(), time.time()), 80), 80)
+    shown = to_plain_text(screen(status_view(job.get_job(), time.time()), 80), 80)
     assert shown.count("CUDA error") == 1
     assert shown.count("not configured") == 2
 
 
 def test_image_that_is_not_there_is_the_reason_at_once(jobs: Jobs) -> None:
-    manifest = jobs.manifest(workers=1, remote_every=None)
-    manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "registry/no-such-image:1"
-    job = jobs.apply(manifest)
+    job = jobs.start(1, remote_every=None, container={"image": "registry/no-such-image:1"})
     assert "container trainer: ErrImagePull" in job.wait_condition("Placed", "False", "ImagePull")["message"]
-    assert job.get()["status"]["reason"] == "ImagePull"
+    assert job.get_job()["status"]["reason"] == "ImagePull"

@@ -7,7 +7,8 @@ only; GATE_RANK=n: only this rank; GATE_AT=n: only n steps after a multiple of 2
 ALONE=1 uncouples the ranks, FAILURES=n makes the first n attempts go on until they are hit, DIVERGE_AT=n
 makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random
 numbers of its own. OBJECT=file: while it exists, the optimizer of rank 1 keeps an object that no checkpoint
-can hold. SWAP=1 writes the weights through `.data` after each step.
+can hold. SWAP=1 writes the weights through `.data` after each step. STOP=file: trains until the file exists,
+when all ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,31 +53,34 @@ class NoisySGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def train_one_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, together: bool, factor: float = 1.0
-) -> float:
+def train_one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> float:
+    """The loss of this rank."""
     data = torch.randn(8, 32)  # from the checkpointed RNG: a wrong restore shows in the digest
     loss = (model(data) - 1.0).square().mean() * factor
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    mean = loss.detach().clone()
-    if together:
-        dist.all_reduce(mean)
-    return float(mean)
+    return float(loss.detach())
 
 
-def digest(model: torch.nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of parameters and moments: 8 bytes in hex."""
+    seen = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        seen.update(parameter.detach().numpy().tobytes())
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, torch.Tensor):
+                seen.update(value.detach().numpy().tobytes())
+    return seen.hexdigest()
 
 
-def undisturbed(rank: int, steps: int) -> str:
-    """The digest of a rank that trained `steps` steps without failure, cluster or checkpoint. Ranks mix no
-    gradients."""
+def undisturbed(rank: int, steps: int) -> Iterator[tuple[str, str]]:
+    """Loss and digest after each step of a rank that nothing ever happened to. Ranks mix no gradients."""
+    torch.set_num_threads(1)
     model, optimizer = build(rank)
     for _ in range(steps):
-        train_one_step(model, optimizer, rank, together=False)
-    return digest(model)
+        loss = train_one_step(model, optimizer)
+        yield loss.hex(), digest(model, optimizer)
 
 
 def keep_object(optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -101,6 +106,7 @@ def stand_still(gate: Path) -> None:
 
 
 def say(**line: object) -> None:
+    line["at"] = time.time()
     sys.stdout.write(json.dumps(line) + "\n")  # in one piece: other threads write to the same log
     sys.stdout.flush()
 
@@ -108,32 +114,39 @@ def say(**line: object) -> None:
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TIERCHECK_ATTEMPT"])
-    gate = Path(os.environ.get("GATE", "/nonexistent"))
+    gate, stop = (Path(os.environ.get(name, "/nonexistent")) for name in ("GATE", "STOP"))
     diverge_at = int(os.environ.get("DIVERGE_AT", ENDLESS))
     torch.set_num_threads(1)
     together = world > 1 and os.environ.get("ALONE") != "1"
     if together:
         dist.init_process_group("gloo")
     model, optimizer = build(rank)
+    who = {"attempt": attempt, "rank": rank}
     with Checkpointer(model, optimizer) as checkpointer:
         start = checkpointer.restore()
-        last = STEPS or (ENDLESS if attempt <= FAILURES else start + TAIL)
-        say(start=start, attempt=attempt)
+        last = STEPS or (ENDLESS if "STOP" in os.environ or attempt <= FAILURES else start + TAIL)
+        say(start=start, state=digest(model, optimizer), **who)
         for step in range(start + 1, last + 1):
             factor = math.inf if attempt == 1 and step >= diverge_at else 1.0
-            loss = train_one_step(model, optimizer, rank, together, factor)
+            loss = train_one_step(model, optimizer, factor)
+            over = torch.tensor([float(stop.exists())])
+            if together:
+                dist.all_reduce(over)
+            # Before it is saved: who comes back to a step, and was not told of it, could compare nothing.
+            say(step=step, loss=loss.hex(), state=digest(model, optimizer), **who)
             keep_object(optimizer, rank)
             checkpointer.step(loss=loss)
             if os.environ.get("SWAP") == "1":
                 evaluate_other_weights(model)
-            say(step=step, attempt=attempt, rank=rank, loss=loss)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
             here = os.environ.get("GATE_AT", str(step % 20)) == str(step % 20)
             if attempt == 1 and here and str(rank) in os.environ.get("GATE_RANK", str(rank)):
                 stand_still(gate)
+            if over:
+                break
             time.sleep(PACE)
-    say(digest=digest(model), rank=rank, steps=last)
+    say(steps=step, digest=digest(model, optimizer), **who)
     if together:
         dist.destroy_process_group()
 

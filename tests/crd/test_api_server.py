@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.crd.crd_api import ROOT, Api, Refused
+from tests.crd.conftest import ROOT, Api
 from tests.crd.jobs import (
     ACCEPTED,
     ACCEPTED_AS_CHANGE,
@@ -21,13 +21,8 @@ from tests.crd.jobs import (
     full_status,
     job,
 )
-from tests.local.apiserver.api_client import refused_with
-from tiercheck_operator.model.status import (
-    JobRecord,
-    PlacementRecord,
-    parse_record,
-    render_record,
-)
+from tests.local.apiserver.api_client import Refused, refused_with
+from tiercheck_operator.model.status import JobRecord, PlacementRecord, parse_record, render_record
 from tiercheck_operator.planning.topology import PRESETS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.crd.crd_api import CRD, ROOT, Api, Refused
+from tests.crd.conftest import CRD, ROOT, Api
 from tests.crd.jobs import changed, full_status, job
 from tests.lives import Lives
-from tests.local.apiserver.api_client import refused_with
+from tests.local.apiserver.api_client import Refused, refused_with
 from tests.operator.attach.test_attach_admission import made_job
 from tiercheck.protocol import names
 from tiercheck_operator.model import conditions
@@ -291,14 +291,9 @@ def attached(**changes: Any) -> dict[str, Any]:
     return raw
 
 
-def spec_of(definition: Mapping[str, Any]) -> Mapping[str, Any]:
-    (version,) = definition["spec"]["versions"]
-    found: Mapping[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    return found
-
-
 def test_policy_has_the_jobs_own_fields() -> None:
-    ours, theirs = spec_of(DEFINITION)["properties"], spec_of(CRD)["properties"]
+    policies = definition("tiercheckpolicies")["properties"]["spec"]
+    ours, theirs = policies["properties"], SCHEMA["properties"]["spec"]["properties"]
     assert set(ours) == {
         "procsPerWorker",
         "recovery",
@@ -310,7 +305,7 @@ def test_policy_has_the_jobs_own_fields() -> None:
         "sidecar",
     }
     assert all(ours[name] == theirs[name] for name in ours if name != "procsPerWorker")
-    assert len(spec_of(DEFINITION)["x-kubernetes-validations"]) >= 3
+    assert len(policies["x-kubernetes-validations"]) >= 3
 
 
 def test_policy_gets_the_jobs_defaults(policies: Api) -> None:

@@ -24,6 +24,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.access import Access
+from tests.cluster.jobs import page
 from tests.images.building import ROOT, Config, image_name
 from tests.images.container import Container, Mount, Settings
 from tiercheck.protocol import names, signing
@@ -214,7 +215,7 @@ class Worker:
         pod = self.pod
         assert pod.start(names.LIBRARY_CONTAINER).wait() == 0
         sidecar = pod.start(names.SIDECAR_CONTAINER)
-        sidecar.wait_for(lambda: answers(f"{pod.ip}:{names.METRICS_PORT}", "/readyz"), "readiness")
+        sidecar.wait_for(lambda: page(f"{pod.ip}:{names.METRICS_PORT}", "/readyz"), "readiness")
         trainer = pod.start(names.TRAINER_CONTAINER)
         self.tell(Phase.HOLD)
         self.tell(Phase.RELEASE)
@@ -272,17 +273,6 @@ class Worker:
 
 def tag_of(image: str) -> str:
     return image.rpartition("/")[2].partition(":")[2]
-
-
-def answers(address: str, path: str) -> bool:
-    """Whether the page is there, by plain HTTP."""
-    host, _, port = address.rpartition(":")
-    try:
-        connection = http.client.HTTPConnection(host, int(port), timeout=5)
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
 
 
 # The laptop cluster's API server as pods in a cluster reach theirs: over TLS, by a service account.

@@ -16,16 +16,16 @@ import pytest
 
 from tests.access import Access, load
 from tests.chart.releases import NAMESPACE, of_kind, only
-from tests.cluster.jobs import Jobs, in_bucket
+from tests.cluster.jobs import Jobs, page
 from tests.images.building import BASE, CACHE, ROOT, Store, image_name, write_archives
 from tests.images.container import Container
-from tests.images.pods import Image, Pod, StartPod, Worker, answers, in_cluster
+from tests.images.pods import Image, Pod, StartPod, Worker, in_cluster
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.stage import CREDENTIALS, ObjectStore, credentials
+from tiercheck_local.demo.job import CREDENTIALS, ObjectStore, credentials, in_bucket
 from tiercheck_local.nodespec import NodeSpec
 
 SCRIPT = """
@@ -63,16 +63,8 @@ def test_image_adds_nothing_to_its_base_but_what_it_is_for(target: str) -> None:
     """Neither settings nor folders of the machine that built it."""
     store = Store(CACHE)
     with store.mounted(BASE) as base, store.mounted(image_name(target, __version__)) as root:
-        differ = [
-            "diff",
-            "--recursive",
-            "--brief",
-            "--no-dereference",
-            "--exclude=__pycache__",
-            str(base),
-            str(root),
-        ]
-        changes = subprocess.run(differ, capture_output=True, text=True, check=False).stdout
+        differ = f"diff --recursive --brief --no-dereference --exclude=__pycache__ {base} {root}"
+        changes = subprocess.run(differ.split(), capture_output=True, text=True, check=False).stdout
     added = {line.removeprefix(f"Only in {root}") for line in changes.splitlines()}
     assert added == {"/opt: tiercheck"} | ({": workspace"} if target == "example-trainer" else set())
 
@@ -134,7 +126,7 @@ def test_worker_trains_to_its_end_and_its_state_reaches_the_bucket(
             key: base64.b64encode(value.encode()).decode()
             for key, value in credentials()["stringData"].items()
         }
-        tiers = {"remote": {"s3": in_bucket(bucket), "everySteps": STEPS}}
+        tiers = {"remote": {"s3": in_bucket(bucket.bucket, bucket.endpoint, "prod"), "everySteps": STEPS}}
         arguments = ["--steps", str(STEPS), "--every", "2"]
         worker = Worker(start_pod, arguments, secrets={CREDENTIALS: opened}, tiers=tiers)
         sidecar, trainer = worker.train()
@@ -182,8 +174,8 @@ def test_operator_brings_a_job_to_its_end_and_helm_test_passes(
     with in_cluster(load(cluster.kubeconfig), account, NAMESPACE) as variables:
         pod = start_pod(operators_pod(), variables=variables, account=account)
         operator = pod.start("operator")
-        operator.wait_for(lambda: answers(f"{pod.ip}:8080", "/readyz"), "readiness")
-        job = Jobs(cluster, tmp_path, {}).start(workers=2, steps=20)
+        operator.wait_for(lambda: page(f"{pod.ip}:8080", "/readyz"), "readiness")
+        job = Jobs(cluster, tmp_path).start(workers=2, steps=20)
         job.wait_condition("Completed")
         assert len(job.last_words()) == 2
 

@@ -1,8 +1,9 @@
-"""Trainers whose place in the data, batch size or best model do not follow from the step's number.
+"""Trainers whose data, batch size, best model or learning rate do not follow from the step's number.
 
     python configured_huggingface.py CASE FOLDER [ARGUMENTS [EVERY [forget]]]
 
-ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, what a
+ARGUMENTS: of TrainingArguments, as JSON, over those of the case; `resume_from_checkpoint` is one of the
+Trainer's own that it is told to begin from. It says each step, each warning, what a
 resume has proved, and at the end what `train` gave. Steps of a second `train` have numbers from 11 on.
 `forget`: the place is computed from the number of the step, and the batch size is searched for again.
 """
@@ -16,7 +17,15 @@ import sys
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Sampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from tiercheck.integrations.huggingface import Resumable
 from tiercheck.trainer.backends.folder_backend import FolderBackend
@@ -98,6 +107,13 @@ BEST = {
     "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
     "save_total_limit": 2, "load_best_model_at_end": True, "greater_is_better": True, "logging_steps": 2,
 }  # fmt: skip
+EVALUATING = {
+    "gradient_accumulation_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+    "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False,
+    "save_strategy": "steps", "save_steps": 4,
+}  # fmt: skip
+"""In mid-epoch: the metric moves the learning rate, and a patience runs out."""
 CASES = {
     # case: (base, model, dataset, arguments)
     "plain": (Trainer, Small, ALIKE, {}),
@@ -114,6 +130,7 @@ CASES = {
     ),
     "drop-last": (Trainer, Small, ALIKE[:46], {"dataloader_drop_last": True}),
     "best": (Trainer, Small, ALIKE, BEST),
+    "evaluating": (Trainer, Small, ALIKE, EVALUATING),
     "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
 }  # fmt: skip
 
@@ -129,7 +146,13 @@ class Say(TrainerCallback):
 
     def on_step_end(self, args, state, control, **named) -> None:
         total = sum(each.detach().double().sum() for each in self.trainer.model.parameters())
-        say(step=state.global_step + 10 * self.number, weights=total.item().hex(), epoch=state.epoch)
+        line = {"weights": total.item().hex(), "epoch": state.epoch}
+        for each in self.trainer.callback_handler.callbacks:
+            if isinstance(each, EarlyStoppingCallback):
+                line["waited"] = each.early_stopping_patience_counter
+                line["rate"] = self.trainer.optimizer.param_groups[0]["lr"]
+                line["evaluations"] = len([e for e in state.log_history if "eval_loss" in e])
+        say(step=state.global_step + 10 * self.number, **line)
 
 
 class Told(logging.Handler):
@@ -175,15 +198,17 @@ def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True,
         **of_case, **json.loads(arguments),
     }  # fmt: skip
+    # No evaluation is ten better than the first, so from then on each is one that is waited for.
+    patience = EarlyStoppingCallback(early_stopping_patience=5, early_stopping_threshold=10.0)
     trainer = callback.trainer = MyTrainer(
         model(),
         TrainingArguments(**settings),
         train_dataset=data,
         eval_dataset=ALIKE[:8],
-        callbacks=[callback],
+        callbacks=[callback, *([patience] if case == "evaluating" else [])],
     )
     for callback.number in range(1 + (case == "twice")):
-        loss = trainer.train().training_loss.hex()
+        loss = trainer.train(settings.get("resume_from_checkpoint")).training_loss.hex()
         say(step=1000, loss=loss, evaluated=trainer.evaluate()["eval_loss"], best=trainer.state.best_metric)
 
 

@@ -1,6 +1,9 @@
-"""Lightning Trainers with callbacks that add something on their way, and metrics of an epoch.
+"""Lightning Trainers with callbacks that add something on their way, metrics and validations.
 
-python configured_lightning.py CASE FOLDER
+    python configured_lightning.py CASE FOLDER [CHECKPOINT]
+
+CHECKPOINT is one of Lightning's own that it is told to begin from; the case `evaluating` writes some too:
+FOLDER/own.ckpt is that of the third update.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from lightning.pytorch import callbacks as C  # noqa: N812
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchmetrics import MeanAbsoluteError
 
 from tiercheck.integrations.lightning import TierCheck
@@ -65,6 +69,23 @@ class Plateau(Small):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train"}}
 
 
+class Evaluating(Small):
+    """In mid-epoch: the metric moves the learning rate, and a patience runs out."""
+
+    def validation_step(self, batch, number) -> None:
+        (x,) = batch
+        given = self.head(self.backbone(x + torch.rand_like(x)))  # it draws, too
+        self.log("validation", given.square().mean() + 100)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=50.0, threshold_mode="abs"
+        )
+        moved = {"scheduler": plateau, "interval": "step", "frequency": 4, "monitor": "validation"}
+        return {"optimizer": optimizer, "lr_scheduler": moved}
+
+
 def averaging(first: int) -> C.Callback:
     return C.StochasticWeightAveraging(1e-3, swa_epoch_start=first, annealing_epochs=2)
 
@@ -87,13 +108,24 @@ CASES = {
     ),
     "metrics": (Plateau, lambda: [C.EarlyStopping("error", patience=2, min_delta=1.0)], StatefulDataLoader),
     "loader": (Small, list, StatefulDataLoader),
+    # No validation is so much better than the first.
+    "evaluating": (Evaluating, lambda: [C.EarlyStopping("validation", 50.0, 3)], StatefulDataLoader),
     "plain-loader": (Scheduled, list, DataLoader),
 }
 
 
 class Say(C.Callback):
-    def __init__(self, own: TierCheck) -> None:
-        self.own = own
+    def __init__(self, own: TierCheck, patience: C.EarlyStopping | None) -> None:
+        self.own, self.patience, self.validations = own, patience, 0
+
+    def state_dict(self):
+        return {"validations": self.validations}
+
+    def load_state_dict(self, state_dict) -> None:
+        self.validations = state_dict["validations"]
+
+    def on_validation_end(self, trainer, module) -> None:
+        self.validations += not trainer.sanity_checking
 
     def on_train_batch_start(self, trainer, module, batch, number) -> None:
         self.own.checkpointer.wait()
@@ -101,7 +133,9 @@ class Say(C.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, number) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        say(step=step, loss=outputs["loss"].item().hex(), rate=rate)
+        waited = self.patience and self.patience.wait_count
+        loss = outputs["loss"].item().hex()
+        say(step=step, loss=loss, rate=rate, waited=waited, validations=self.validations)
 
     def on_train_epoch_end(self, trainer, module) -> None:
         epoch = {
@@ -115,16 +149,28 @@ class Told(logging.Handler):
         say(told=record.getMessage())
 
 
-def main(case: str, folder: str) -> None:
+def main(case: str, folder: str, begin_from: str | None = None) -> None:
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
     L.seed_everything(0, verbose=False)
     module, callbacks, loader = CASES[case]
-    own = TierCheck(every=1, folder=folder)
+    own, others = TierCheck(every=1, folder=folder), callbacks()
+    if evaluates := case == "evaluating":
+        others.append(C.ModelCheckpoint(folder, filename="own", every_n_train_steps=3, save_top_k=-1))
+        data = TensorDataset(torch.randn(48, 8))
+        sampler = StatefulDistributedSampler(data, 1, 0, seed=1)
+        loaders = (
+            loader(data, 4, sampler=sampler, generator=torch.Generator()),
+            DataLoader(data, 16, generator=torch.Generator()),
+        )
+    else:
+        loaders = (loader(DATA, 4, shuffle=True),)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, callbacks=[own, *callbacks(), Say(own)],
+        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=evaluates, enable_model_summary=False,
+        callbacks=[own, *others, Say(own, others[0] if evaluates else None)],
+        **({"accumulate_grad_batches": 2, "val_check_interval": 4} if evaluates else {}),
     )  # fmt: skip
-    trainer.fit(module(), loader(DATA, 4, shuffle=True))
+    trainer.fit(module(), *loaders, ckpt_path=begin_from)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ def samples(said: Said) -> list[Any]:
 
 
 def assert_equal_after_kills(
-    lives: Lives, kind: str, case: str, kills: tuple[int, ...], folder: Path
+    lives: Lives, kind: str, case: str, kills: tuple[int, ...], folder: Path, *more: str
 ) -> list[Said]:
-    whole = steps(live(lives, kind, case, folder / "whole"))
+    whole = steps(live(lives, kind, case, folder / "whole", *more))
     parts = []
     for kill in (*kills, None):
-        parts.append(live(lives, kind, case, folder / "cut", kill_at=kill))
+        parts.append(live(lives, kind, case, folder / "cut", *more, kill_at=kill))
         part = steps(parts[-1])
         begin = next(index for index, line in enumerate(whole) if line["step"] == part[0]["step"])
         assert part == whole[begin:][: len(part)], f"the life until {kill}"
@@ -170,3 +170,34 @@ def test_lightning_callbacks_and_metrics_go_on(case: str, lives: Lives, tmp_path
 def test_loader_that_cannot_go_on_in_mid_epoch_is_told(lives: Lives, tmp_path: Path) -> None:
     live(lives, "lightning", "plain-loader", tmp_path, kill_at=4)
     assert "only a loader with state_dict" in told(live(lives, "lightning", "plain-loader", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "lightning"])
+def test_evaluations_and_all_that_follows_from_them_go_on_too(
+    kind: str, lives: Lives, tmp_path: Path
+) -> None:
+    """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate
+    and stop the training."""
+    parts = [steps(part) for part in assert_equal_after_kills(lives, kind, "evaluating", (5, 9), tmp_path)]
+    assert [part[0]["step"] for part in parts] == [1, 5, 9]
+    made = [line for part in parts for line in part if "rate" in line]
+    assert len({line["rate"] for line in made}) > 1, "the learning rate moved"
+    assert max(line["step"] for line in made) < 18, "training was stopped early"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")]
+)
+def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_from_ours(
+    kind: str, own: str, lives: Lives, tmp_path: Path
+) -> None:
+    """The command that names the old checkpoint stays as it is: it is only where the first life begins."""
+    live(lives, kind, "evaluating", tmp_path / "before", kill_at=8)
+    old = str(tmp_path / "before" / own)
+    if kind == "huggingface":
+        old = json.dumps({"resume_from_checkpoint": old, "save_strategy": "no"})
+    parts = assert_equal_after_kills(lives, kind, "evaluating", (9, 13), tmp_path, old)
+    first, *others = (steps(part)[0]["step"] for part in parts)
+    assert first in (5, 7), "it began from the old checkpoint"
+    assert others == [9, 13]

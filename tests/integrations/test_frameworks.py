@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations import documented_block
 from tests.lives import Lives, Said
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.torch_limits import needs_fsdp2_on_cpus
@@ -117,41 +118,6 @@ def test_killed_ranks_go_on_with_equal_losses(name: str, lives: Lives, tmp_path:
     )
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "lightning"])
-def test_evaluations_and_all_that_follows_from_them_go_on_too(
-    kind: str, lives: Lives, tmp_path: Path
-) -> None:
-    """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate
-    and stop the training."""
-    modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
-    whole = steps(lives, modules, [script, tmp_path / "whole"])
-    parts = [(steps(lives, modules, [script, tmp_path / "cut"], kill_at=kill), kill) for kill in (5, 9, None)]
-    assert [said[0]["step"] for said, _ in parts] == [1, 5, 9]
-    assert_continues(whole, parts)
-    assert len({line["rate"] for line in whole}) > 1, "the learning rate moved"
-    assert len(whole) < 18, "training was stopped early"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")]
-)
-def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_from_ours(
-    kind: str, own: str, lives: Lives, tmp_path: Path
-) -> None:
-    """The command that names the old checkpoint stays as it is: it is only where the first life begins."""
-    modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
-    steps(lives, modules, [script, tmp_path / "before"], kill_at=8)
-    old = tmp_path / "before" / own
-    whole = steps(lives, modules, [script, tmp_path / "whole", old])
-    assert whole[0]["step"] in (5, 7), "it began from the old checkpoint"
-    parts = [
-        (steps(lives, modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 13, None)
-    ]
-    assert [said[0]["step"] for said, _ in parts] == [whole[0]["step"], 9, 13]
-    assert_continues(whole, parts)
-
-
 @pytest.mark.parametrize(
     "name", ["huggingface", "lightning", "accelerate"]
 )  # averaged weights have no deltas
@@ -185,3 +151,46 @@ def longest_chain(sidecar: ScriptedSidecar) -> tuple[int, int]:
     base = max(snapshots, key=lambda each: end(each) - each)
     assert end(base) > base, "no delta follows a snapshot"
     return base, end(base)
+
+
+# Blocks of the page on training scripts run as they stand, and go on exactly after kills.
+
+BLOCKS = {
+    # block: (example with the same imports, where lives end; an epoch has 12 batches, or 6 of 8 samples)
+    "huggingface": ("huggingface", (4, 7)),
+    "lightning": ("lightning", (4, 13)),
+    "accelerate": ("accelerate", (3, 7)),
+    "loop": ("plain-loop", (4, 13)),
+    "nanogpt": ("plain-loop", (4, 13)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_documented_block_goes_on_after_kills(name: str, lives: Lives, tmp_path: Path) -> None:
+    example, kills = BLOCKS[name]
+    modules, script = needed(example), Path(documented_block.__file__)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = steps(lives, modules, [script, name, tmp_path / "whole"])
+    parts = [
+        (steps(lives, modules, [script, name, tmp_path / "cut"], kill_at=kill), kill)
+        for kill in (*kills, None)
+    ]
+    assert [said[0]["step"] for said, _ in parts[1:]] == [kill + 1 for kill in kills]
+    assert_continues(whole, parts)
+
+
+ENDING = """
+import os, signal, sys
+if os.environ["RANK"] == "0":
+    sys.exit(3)
+signal.pause()
+"""
+
+
+def test_ranks_that_would_wait_for_one_that_is_gone_end_with_it(lives: Lives, tmp_path: Path) -> None:
+    """A rank that ends as it should not is told of, and nobody waits for it."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    with pytest.raises(AssertionError, match=r"the ranks ended with \[\(0, 1\), \(1, -9\)\] instead of 0"):
+        lives.run([], [script], ranks=2)

@@ -95,17 +95,7 @@ def copied(stage: Stage, root: Path) -> dict[str, Path]:
 
 def build_wheel(source: Path, folder: Path) -> Path:
     """The wheel, in `folder`."""
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(folder),
-        str(source),
-    ]
+    build = f"{sys.executable} -m pip wheel --quiet --no-deps --wheel-dir {folder} {source}".split()
     if importlib.util.find_spec("hatchling") is not None:  # else pip fetches it for this build
         build.insert(4, "--no-build-isolation")
     subprocess.run(build, check=True)

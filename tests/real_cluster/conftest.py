@@ -16,11 +16,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
-    from losses import LossReader
     from play import Report
     from stage import Stage
     from testbed.cluster import Testbed
-    from training import Begin, Training, UnhurtRun
+    from training import Begin, LossReader, Training, UnhurtRun
 
 _PATIENCE = 3600
 """Seconds for a test: the run without faults trains every step of the one with faults again."""
@@ -74,7 +73,7 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture(scope="session")
 def losses(stage: Stage) -> Iterator[LossReader]:
-    from losses import LossReader
+    from training import LossReader
 
     reader = LossReader(stage.testbed.nodes)
     reader.start()

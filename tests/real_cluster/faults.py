@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from testbed import control_plane
-from testbed.cgroups import is_unified
 from testbed.cluster import Testbed
-from testbed.node import Node
+from testbed.node import Node, is_unified
 from testbed.processes import wait_for
-from training import Training
 
 from tiercheck.protocol import names
+
+if TYPE_CHECKING:
+    from training import Training
 
 _HOG = """
 import os, sys
@@ -58,6 +61,15 @@ def starve_of_memory(training: Training, worker: int) -> None:
     (folder / limit).write_text(str(int((folder / used).read_text()) + (16 << 20)))
     subprocess.run([sys.executable, "-c", _HOG, str(folder)], check=False, capture_output=True)
     (folder / limit).write_text(before)
+
+
+def evict(training: Training, pod: str) -> None:
+    """Through the Eviction API, once."""
+    path = training.testbed.folder / "eviction.json"
+    metadata = {"name": pod, "namespace": training.namespace}
+    path.write_text(json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}))
+    place = f"/api/v1/namespaces/{training.namespace}/pods/{pod}/eviction"
+    training.testbed.kubectl("create", "--raw", place, "-f", str(path))
 
 
 def drain(testbed: Testbed, *nodes: Node) -> None:

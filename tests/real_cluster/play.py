@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from losses import Step, gap_around
-from training import WORKER, Training
+from training import WORKER, Step, Training, gap_around
 
 from tiercheck_operator.model.conditions import Cause
 
@@ -32,16 +31,13 @@ class Play:
         """Waits until the training is protected. Where the faults before have left too many workers in one
         rack, they are spread anew, as an owner would do it: suspended, and resumed."""
         training = self.training
-        training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
+        training.wait("training to be protected", lambda _: training.is_protected() or self._crowded())
         if self._crowded() or self._most_in_one_rack() > 2:
-            training.patch({"suspend": True})
-            training.wait(
-                lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go"
-            )
+            training.suspend()
             training.patch({"suspend": False})
         # The first steps of an attempt are slow, and their copies come a moment later: a fault hits a job
         # that is on its way.
-        training.wait(training.is_on_its_way, "training to be on its way")
+        training.wait("training to be on its way", lambda _: training.is_on_its_way())
 
     def _most_in_one_rack(self) -> int:
         workers = [pod for pod in self.training.pods() if WORKER in pod["metadata"]["labels"]]
@@ -49,7 +45,7 @@ class Play:
         return max(Counter((number + 1) // 2 for number in nodes).values(), default=0)
 
     def _crowded(self) -> bool:
-        status, reason = self.training.status, self.training.condition("Protected").get("reason")
+        status, reason = self.training.status, self.training.reason("Protected")
         return (
             status.get("phase") == "Running" and "recovery" not in status and reason == "UnprotectedWorkers"
         )
@@ -57,7 +53,7 @@ class Play:
     def recover(
         self,
         fault: str,
-        inject: Callable[[], object],
+        inject: Callable[[], object] | tuple[str, int],
         *,
         causes: Collection[Cause],
         replaced: Collection[int] = (),
@@ -65,16 +61,18 @@ class Play:
         again_at_most: int = 1,
         attempts: Collection[int] = (1,),
     ) -> Row:
-        """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody
-        else.
-        """
+        """`inject`: what hurts it, or the word of a fault and a worker. `causes`: any of them may be told.
+        `replaced`: the workers that get another pod, and nobody else."""
         training = self.training
         training.wait_until_protected()
         before, pods = training.attempt, self._pods()
         began = time.time()
-        inject()
-        training.wait(lambda: training.attempt > before, "an attempt")
-        training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
+        if isinstance(inject, tuple):
+            training.inflict(*inject)
+        else:
+            inject()
+        training.wait("an attempt", lambda _: training.attempt > before)
+        training.wait("training to be protected", lambda _: training.is_protected() or self._crowded())
         status, steps = training.status, training.steps
         summary = status["lastRecovery"]
         first = next(entry for entry in steps if entry.attempt > before and entry.time > began)
@@ -140,11 +138,11 @@ class Play:
         training.wait_for_step(went + 5)
         training.wait_until_protected()
         row = Row(
-            fault=fault, told=", ".join(heard) or "–", tiers="", again=None, lost_told=None, detect=None,
-            ours=None,
-            next_step=None, replaced=len(set(self._pods().values()) - set(pods.values())),
+            fault,
+            ", ".join(heard) or "–",
+            replaced=len(set(self._pods().values()) - set(pods.values())),
             pause=gap_around(training.steps, began),
-        )  # fmt: skip
+        )
         self.report.add(row)
         assert training.attempt == before, (
             f"a healthy training was stopped: {training.status.get('lastRecovery')}"
@@ -160,8 +158,8 @@ class Play:
     def _pods(self) -> dict[int, str]:
         return {
             int(pod["metadata"]["labels"][WORKER]): pod["metadata"]["name"]
-            for pod in self.training.pods()
-            if "deletionTimestamp" not in pod["metadata"] and WORKER in pod["metadata"]["labels"]
+            for pod in self.training.living_pods()
+            if WORKER in pod["metadata"]["labels"]
         }
 
     @staticmethod
@@ -203,16 +201,16 @@ class Row:
     fault: str
     told: str
     """Causes, in the order of the Events; or the condition, where training went on."""
-    tiers: str
-    again: int | None
+    tiers: str = ""
+    again: int | None = None
     """Steps that the trainers' log shows twice."""
-    lost_told: int | None
-    detect: float | None
-    ours: float | None
+    lost_told: int | None = None
+    detect: float | None = None
+    ours: float | None = None
     """From the fault to the release of the trainers, without Python's and torch's start."""
-    next_step: float | None
-    replaced: int
-    pause: float | None
+    next_step: float | None = None
+    replaced: int = 0
+    pause: float | None = None
     """The longest time between two steps."""
     bound: float | None = None
     """Seconds that `ours` may take on an idle cluster."""

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import yaml
 from testbed.cluster import Testbed
 from testbed.network import CORE, REGISTRY_NAME, push_archive
-from testbed.processes import run, wait_for
+from testbed.processes import wait_for
 
 from tests.images.building import TARGETS
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY, Cluster
@@ -64,10 +63,6 @@ class Stage:
             f"--from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY}",
             f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
         )  # fmt: skip
-
-    def apply(self, manifest: dict[str, Any], namespace: str = TRAINING) -> None:
-        command = ["kubectl", f"--kubeconfig={self.testbed.kubeconfig}", "-n", namespace, "apply", "-f", "-"]
-        run(command, text=yaml.safe_dump(manifest))
 
     def bucket(self) -> Any:
         """A client of the real S3 server."""
@@ -127,16 +122,7 @@ def job(name: str, workers: int = 4, steps: int = 1_000_000, **spec: Any) -> dic
     trainer = {
         "name": "trainer",
         "image": f"{REPOSITORY}/tiercheck-example-trainer:{TAG}",
-        "command": [
-            "torchrun",
-            "/workspace/train_gpt.py",
-            "--steps",
-            str(steps),
-            "--batch",
-            "8",
-            "--width",
-            "192",
-        ],
+        "command": f"torchrun /workspace/train_gpt.py --steps {steps} --batch 8 --width 192".split(),
         # One thread, so that sums are taken in the same order however many cores there are.
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
         "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "3Gi"}},

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import faults
 import pytest
-from losses import LossReader
 from play import Play, Report, Row, trained_again
 from stage import REMOTE_EVERY, SYSTEM, TRAINING, Stage, job, leader, wait_until_gone
 from testbed.cluster import Testbed
 from testbed.processes import wait_for
-from training import WORKER, Training, UnhurtRun
+from training import WORKER, LossReader, Training, UnhurtRun
 
+from tiercheck_local.stage import tier_step
 from tiercheck_operator.model.conditions import Cause
 
 PROCESS, POD, RACK = 5.0, 10.0, 15.0
@@ -48,40 +48,20 @@ def protected(play: Play) -> str:
 
 
 def test_killed_rank_comes_back_in_place(play: Play) -> None:
-    play.recover(
-        "rank, kill -9",
-        lambda: faults.kill_rank(play.training, 2),
-        causes=(Cause.TRAINER_CRASH,),
-        bound=PROCESS,
-    )
+    play.recover("rank, kill -9", ("crash", 2), causes=(Cause.TRAINER_CRASH,), bound=PROCESS)
     assert "worker 2" in play.training.status["lastRecovery"]["message"]
 
 
 def test_rank_out_of_memory_comes_back_in_place(play: Play) -> None:
-    play.recover(
-        "OOM kill of a rank",
-        lambda: faults.starve_of_memory(play.training, 1),
-        causes=(Cause.OOM_KILLED,),
-        bound=PROCESS,
-    )
+    play.recover("OOM kill of a rank", ("out of memory", 1), causes=(Cause.OOM_KILLED,), bound=PROCESS)
 
 
-def test_deleted_pod_is_replaced(play: Play, stage: Stage) -> None:
-    name = play.training.pod(1)["metadata"]["name"]
-    play.recover(
-        "kubectl delete pod",
-        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
-        causes=DELETED, replaced={1}, bound=POD,
-    )  # fmt: skip
+def test_deleted_pod_is_replaced(play: Play) -> None:
+    play.recover("kubectl delete pod", ("delete", 1), causes=DELETED, replaced={1}, bound=POD)
 
 
-def test_pod_deleted_by_force_is_replaced(play: Play, stage: Stage) -> None:
-    name = play.training.pod(2)["metadata"]["name"]
-    play.recover(
-        "kubectl delete pod --force",
-        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0"),
-        causes=DELETED, replaced={2}, bound=POD,
-    )  # fmt: skip
+def test_pod_deleted_by_force_is_replaced(play: Play) -> None:
+    play.recover("kubectl delete pod --force", ("force delete", 2), causes=DELETED, replaced={2}, bound=POD)
 
 
 def test_drained_node_is_left(play: Play, stage: Stage) -> None:
@@ -104,7 +84,7 @@ def test_two_drained_nodes_are_left_one_after_the_other(play: Play, stage: Stage
 
 def test_power_cut_of_a_node(play: Play) -> None:
     play.recover(
-        "node, power cut", play.training.node_of(1).power_off,
+        "node, power cut", ("node", 1),
         causes=(Cause.NODE_SILENT, Cause.NODE_LOST), replaced=workers_on(play, 1), bound=POD,
     )  # fmt: skip
 
@@ -159,7 +139,7 @@ def test_restarted_kubelet_stops_no_training(play: Play) -> None:
 
 def test_killed_sidecar_stops_no_training(play: Play) -> None:
     play.leave_alone(
-        "sidecar, kill -9", lambda: faults.kill_sidecar(play.training, 1), told=lambda: protected(play)
+        "sidecar, kill -9", lambda: play.training.inflict("sidecar", 1), told=lambda: protected(play)
     )
 
 
@@ -169,7 +149,7 @@ def test_sidecar_killed_thrice_stops_no_training(play: Play) -> None:
     def kill() -> None:
         for _ in range(3):
             wait_for(lambda: sidecar_is_well(play, 3), 120, "the sidecar to run")
-            faults.kill_sidecar(play.training, 3)
+            play.training.inflict("sidecar", 3)
             wait_for(lambda: not sidecar_is_well(play, 3), 30, "the kubelet to notice")
 
     play.leave_alone("sidecar, kill -9, three times", kill, told=lambda: protected(play))
@@ -192,23 +172,19 @@ def test_lost_rack_comes_back_from_the_other_one(play: Play, stage: Stage) -> No
     )  # fmt: skip
 
 
-def test_all_pods_come_back_from_the_bucket(play: Play, stage: Stage) -> None:
-    names = [pod["metadata"]["name"] for pod in play.training.pods()]
+def test_all_pods_come_back_from_the_bucket(play: Play) -> None:
     play.recover(
-        "all pods deleted",
-        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", *names, "--wait=false", "--force",
-            "--grace-period=0"),
+        "all pods deleted", ("delete every pod", 0),
         causes=(Cause.ALL_PODS_LOST, *DELETED), replaced=range(4), again_at_most=REMOTE_EVERY + 10,
     )  # fmt: skip
 
 
 def test_leader_killed_in_mid_recovery_spends_no_second_attempt(play: Play, stage: Stage) -> None:
-    name = play.training.pod(3)["metadata"]["name"]
     leading = leader(stage)
 
     def hit() -> None:
-        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0")
-        play.training.wait(lambda: "recovery" in play.training.status, "the recovery to begin")
+        play.training.inflict("force delete", 3)
+        play.training.wait("the recovery to begin", lambda status: "recovery" in status)
         faults.kill_operator(stage.testbed, leading)
 
     play.recover("pod deleted, then the operator's leader killed", hit, causes=DELETED, replaced={3})
@@ -219,7 +195,7 @@ def test_rank_killed_while_no_operator_runs_is_mended_when_it_is_back(play: Play
         scale = ("-n", SYSTEM, "scale", "deployment/tiercheck-operator")
         stage.testbed.kubectl(*scale, "--replicas=0")
         wait_until_gone(stage.testbed, SYSTEM, "pods")
-        faults.kill_rank(play.training, 0)
+        play.training.inflict("crash", 0)
         time.sleep(60)
         stage.testbed.kubectl(*scale, "--replicas=2")
         stage.wait_for_operators()
@@ -272,10 +248,7 @@ def test_upgrade_and_rollback_stop_no_training(play: Play, stage: Stage) -> None
 def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, stage: Stage) -> None:
     training = play.training
     began, before = time.time(), training.attempt
-    training.patch({"suspend": True})
-    training.wait(
-        lambda: training.status["phase"] == "Suspended" and not training.pods(), "the job to be suspended", 90
-    )
+    training.suspend(90)
     ended, last = time.time() - began, training.step
     status = training.status
     # Snapshots alone go to the bucket: at most those steps are made again that lead up to the next one.
@@ -287,16 +260,15 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
     assert abs(status["progress"]["step"] - last) <= 1
 
     training.patch({"suspend": False})
-    training.wait(lambda: training.attempt > before and training.step > last, "the job to go on")
+    training.wait("the job to go on", lambda _: training.attempt > before and training.step > last)
     training.wait_until_protected()
     again = trained_again(training.steps, before)
     first = next(entry for entry in training.steps if entry.attempt > before)
     play.report.add(
         Row(
             fault=f"suspend ({ended:.0f} s until all pods were gone), resume", told="Suspended, Resumed",
-            tiers="4 remote", again=again,
-            lost_told=training.status["lastRecovery"].get("lostSteps"), detect=None, ours=ended,
-            next_step=first.time - began - ended, replaced=4, pause=None, bound=30,
+            tiers="4 remote", again=again, lost_told=training.status["lastRecovery"].get("lostSteps"),
+            ours=ended, next_step=first.time - began - ended, replaced=4, bound=30,
         )
     )  # fmt: skip
     assert again <= owed + 1, "nothing but what was not in the last snapshot is made again"
@@ -339,14 +311,10 @@ def workers_on(play: Play, *workers: int) -> set[int]:
 
 
 def sidecar_is_well(play: Play, worker: int) -> bool:
-    statuses = play.training.pod(worker)["status"]["initContainerStatuses"]
-    sidecar = next(status for status in statuses if status["name"] == "tiercheck-sidecar")
+    sidecar = play.training.sidecar(worker)
     return bool(sidecar.get("started")) and "running" in sidecar["state"]
 
 
 def uploads_go_on(play: Play) -> None:
-    def remote_step() -> int:
-        return int(((play.training.status.get("tiers") or {}).get("remote") or {}).get("step") or 0)
-
-    before = remote_step()
-    play.training.wait(lambda: remote_step() > before, "the next upload")
+    before = tier_step(play.training.status, "remote")
+    play.training.wait("the next upload", lambda status: tier_step(status, "remote") > before)

@@ -1,19 +1,18 @@
-"""Spares, node memory, attached pods and the orderly end work on the real cluster."""
+"""Spares, node memory, attached pods, the orderly end and the release work on the real cluster."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from typing import Any
 
 import yaml
-from losses import LossReader
 from play import Play, Report, Row
 from stage import SYSTEM, TRAINING, Stage, indexed_job, job, policy, wait_until_gone
 from testbed.processes import wait_for
-from training import Begin, Training
+from training import Begin, LossReader, Training
 
+from tiercheck_local.stage import condition_is
 from tiercheck_operator.model.conditions import Cause
 
 PRIVILEGED = "memory-of-nodes"
@@ -23,17 +22,15 @@ NEIGHBOUR = "next-door"
 """Where another team works."""
 
 
-def test_spare_takes_over(stage: Stage, begin: Begin, report: Report) -> None:
+def test_spare_takes_over(begin: Begin, report: Report) -> None:
     training = begin(TRAINING, job("spared", workers=2, spares=1))
     training.wait_until_protected()
-    training.wait(lambda: training.condition("SparesReady").get("status") == "True", "the spare to be ready")
-    name = training.pod(1)["metadata"]["name"]
+    training.wait("the spare to be ready", lambda status: condition_is(status, "SparesReady"))
     Play(training, report).recover(
-        "pod deleted, a spare waits",
-        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0"),
+        "pod deleted, a spare waits", ("force delete", 1),
         causes=(Cause.POD_DELETED,), replaced={1}, bound=5,
     )  # fmt: skip
-    assert "-spare-" in training.pod(1)["metadata"]["name"]
+    assert "-spare-" in training.pod_of(1)
 
 
 def test_memory_of_a_node_outlives_the_pod(stage: Stage, begin: Begin, report: Report) -> None:
@@ -42,10 +39,8 @@ def test_memory_of_a_node_outlives_the_pod(stage: Stage, begin: Begin, report: R
     manifest["spec"]["tiers"]["local"]["medium"] = "NodeMemory"
     training = begin(PRIVILEGED, manifest)
     training.wait_until_protected()
-    name = training.pod(1)["metadata"]["name"]
     row = Play(training, report).recover(
-        "pod deleted, NodeMemory",
-        lambda: stage.testbed.kubectl("-n", PRIVILEGED, "delete", "pod", name, "--force", "--grace-period=0"),
+        "pod deleted, NodeMemory", ("force delete", 1),
         causes=(Cause.POD_DELETED,), replaced={1}, bound=10,
     )  # fmt: skip
     assert row.tiers == "2 local"
@@ -65,8 +60,8 @@ def test_node_that_fails_the_jobs_own_check_is_left_before_anybody_trains(begin:
     assert places["checked-1-0"] not in (None, training.node_of(1).name), (
         f"the worker went nowhere else: {places}"
     )
-    assert training.pod(0)["metadata"]["name"] == "checked-0-0", "the worker whose check passed was moved too"
-    said = [event["message"] for event in training.events(began) if event["reason"] == "HealthCheckFailed"]
+    assert training.pod_of(0) == "checked-0-0", "the worker whose check passed was moved too"
+    said = training.told(began, "HealthCheckFailed")
     assert any("no CUDA-capable device" in message for message in said), said
     assert training.steps[0].step == 1
     assert not (training.status.get("restarts") or {}).get("counted"), "it counts as a restart"
@@ -128,20 +123,15 @@ def test_completed_job_leaves_its_last_step_in_the_bucket_and_ends_within_second
     begin: Begin, report: Report, losses: LossReader
 ) -> None:
     training = begin(TRAINING, job("finite", workers=3, steps=60))
-    training.wait(lambda: losses.digest(training.key), "the last step")
+    training.wait("the last step", lambda _: losses.digest(training.key))
     ended = time.time()
-    training.wait(lambda: training.status.get("phase") == "Completed", "the job to be completed")
-    training.wait(lambda: all(_has_ended(pod) for pod in training.pods()), "every pod to end", 60)
+    training.wait_for_phase("Completed")
+    training.wait("every pod to end", lambda _: all(_has_ended(pod) for pod in training.pods()), 60)
     seconds = time.time() - ended
     assert training.status["tiers"]["remote"]["step"] == 60
     assert training.status["progress"]["step"] == 60
-    report.add(
-        Row(
-            fault="completion, with a remote tier", told="Completed", tiers="", again=0, lost_told=0,
-            detect=None, ours=seconds,
-            next_step=None, replaced=0, pause=None, bound=20,
-        )
-    )  # fmt: skip
+    row = Row("completion, with a remote tier", "Completed", again=0, lost_told=0, ours=seconds, bound=20)
+    report.add(row)
 
 
 def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossReader, report: Report) -> None:
@@ -150,20 +140,19 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     stage.upgrade(attach={"enabled": True})
     training = Training(testbed, losses, TRAINING, "job-attached", logs="attached")
     training.apply(policy())
-    stage.apply(indexed_job("attached", steps=400))
+    testbed.apply(indexed_job("attached", steps=400), TRAINING)
     training.wait_until_protected()
-    name = training.pod(1)["metadata"]["name"]
     Play(training, report).recover(
-        "pod evicted, attach mode",
-        lambda: testbed.kubectl("create", "--raw", f"/api/v1/namespaces/{TRAINING}/pods/{name}/eviction",
-            "-f", _eviction(stage, name)),
+        "pod evicted, attach mode", ("evict", 1),
         causes=(Cause.POD_EVICTED, Cause.POD_DELETED), replaced={1},
     )  # fmt: skip
-    training.wait(lambda: training.status.get("phase") == "Completed", "the job to be completed")
+    training.wait_for_phase("Completed")
     done = '{.status.conditions[?(@.type=="Complete")].status}'
     training.wait(
-        lambda: testbed.kubectl("-n", TRAINING, "get", "job", "attached", "-o", f"jsonpath={done}") == "True",
         "the Job to be complete",
+        lambda _: (
+            testbed.kubectl("-n", TRAINING, "get", "job", "attached", "-o", f"jsonpath={done}") == "True"
+        ),
     )
     testbed.kubectl("-n", TRAINING, "delete", "job", "attached")
     wait_until_gone(testbed, TRAINING, "pods,tcj")
@@ -175,12 +164,42 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     assert kept == "Deployment", "its Secret goes with the operator"
 
 
-def _eviction(stage: Stage, pod: str) -> str:
-    path = stage.testbed.folder / "eviction.json"
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": TRAINING}}
-    path.write_text(json.dumps(body))
-    return str(path)
-
-
 def _has_ended(pod: dict[str, Any]) -> bool:
     return pod["status"]["phase"] in ("Succeeded", "Failed")
+
+
+# The release goes and comes back while a job trains, and at the end nothing is left of it: in no other file
+# may a test come later.
+
+_DEFINITIONS = "tiercheckjobs.tiercheck.io", "tiercheckpolicies.tiercheck.io"
+
+
+def test_uninstalled_release_leaves_jobs_training_and_nothing_of_its_own(
+    stage: Stage, losses: LossReader, report: Report
+) -> None:
+    training = Training(stage.testbed, losses, TRAINING, "orphan")
+    training.apply(job("orphan", workers=2))
+
+    def uninstall() -> None:
+        stage.helm.uninstall("tiercheck")
+        wait_until_gone(stage.testbed, SYSTEM, "pods")
+        kinds = "leases.coordination.k8s.io,secrets,configmaps,services"
+        left = stage.testbed.kubectl("-n", SYSTEM, "get", kinds, "-o", "name").split()
+        assert not [name for name in left if "tiercheck" in name], left
+        at = training.step
+        training.wait_for_step(at + 10)
+        stage.install()
+
+    Play(training, report).leave_alone("helm uninstall (definitions are kept), then install", uninstall)
+    stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "orphan")
+    training.stop_watching()
+    wait_until_gone(stage.testbed, TRAINING, "pods,tcj")
+
+
+def test_definitions_go_when_they_are_deleted(stage: Stage) -> None:
+    stage.helm.uninstall("tiercheck")
+    stage.testbed.kubectl("delete", "crd", *_DEFINITIONS)
+    left = stage.testbed.kubectl(
+        "get", "crd,clusterroles,clusterrolebindings,validatingwebhookconfigurations", "-o", "name"
+    )
+    assert "tiercheck" not in left

@@ -1,33 +1,103 @@
-"""One job on the cluster, and all that was seen of it and of its pods."""
+"""One job on the cluster: all that was seen of it, of its pods and of what its trainers print."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+import faults
 import kubernetes
-import yaml
-from losses import LossReader, Step
 from stage import TRAINING, job, wait_until_gone
 from testbed.cluster import Testbed
 from testbed.node import Node
-from testbed.processes import wait_for
 
+from tiercheck.protocol import names
+from tiercheck_local.demo.record import Digest, Step, parse
+from tiercheck_local.stage import JobStage, condition_is, find_condition, tier_step
 from tiercheck_operator.model.status import parse_time
 
-GROUP, VERSION, PLURAL = "tiercheck.io", "v1alpha1", "tiercheckjobs"
-WORKER = "tiercheck.io/worker"
-JOB_UID = "tiercheck.io/job-uid"
+WORKER = names.LABEL_WORKER
+_API = (names.API_GROUP, names.API_VERSION)
 PATIENCE = 600.0
 """Seconds after which a test gives up; nothing is measured by it."""
 
 Begin = Callable[[str, dict[str, Any]], "Training"]
 """Applies a job's manifest in a namespace."""
+
+
+# Every line that a trainer printed is read from the nodes' disks, where it outlives the pod.
+
+
+@dataclass
+class _File:
+    stream: IO[str]
+    job: str
+    rest: str = ""
+
+
+@dataclass
+class LossReader:
+    """Follows the trainers' logs of all nodes until it is stopped."""
+
+    nodes: Sequence[Node]
+    _files: dict[Path, _File] = field(default_factory=dict)
+    _steps: dict[str, list[Step]] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="losses", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def steps(self, job: str) -> list[Step]:
+        """In the order in which they were trained. `job`: namespace/name."""
+        return list(self._steps.get(job, ()))
+
+    def digest(self, job: str) -> str:
+        return self._digests.get(job, "")
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.1):
+            self._look()
+
+    def _look(self) -> None:
+        for node in self.nodes:
+            for path in node.logs.glob("*/trainer/*.log"):
+                if path not in self._files:
+                    namespace, pod, _ = path.parents[1].name.split("_")
+                    job = pod.rsplit("-", 2)[0]
+                    try:
+                        # Stays open: what was written before the kubelet removes the file can still be read.
+                        self._files[path] = _File(open(path, errors="replace"), f"{namespace}/{job}")  # noqa: SIM115
+                    except OSError:
+                        continue
+        for file in self._files.values():
+            text = file.rest + file.stream.read()
+            *lines, file.rest = text.split("\n")
+            for line in lines:
+                self._take(file.job, line)
+
+    def _take(self, job: str, line: str) -> None:
+        found = parse("{" + line.partition("{")[2])
+        if isinstance(found, Step):
+            self._steps.setdefault(job, []).append(found)
+        elif isinstance(found, Digest):
+            self._digests[job] = found.value
+
+
+def gap_around(steps: Sequence[Step], since: float) -> float:
+    """Seconds of the longest pause between two steps that ended after `since`; counts on until now."""
+    times = [entry.time for entry in steps if entry.time >= since - 5]
+    times.append(time.time())
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +111,7 @@ class Sighting:
 
 
 @dataclass
-class Training:
+class Training(JobStage):
     """A job `name` in `namespace`, watched from its creation on."""
 
     testbed: Testbed
@@ -68,20 +138,15 @@ class Training:
     def key(self) -> str:
         return f"{self.namespace}/{self.logs or self.name}"
 
-    def apply(self, manifest: dict[str, Any] | str) -> None:
-        text = manifest if isinstance(manifest, str) else yaml.safe_dump(manifest)
-        done = subprocess.run(
-            ["kubectl", f"--kubeconfig={self.testbed.kubeconfig}", "-n", self.namespace, "apply", "-f", "-"],
-            input=text, text=True, capture_output=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    def apply(self, manifest: dict[str, Any]) -> None:
+        self.testbed.apply(manifest, self.namespace)
         if not self.seen:
             threading.Thread(target=self._follow_job, daemon=True).start()
             threading.Thread(target=self._follow_pods, daemon=True).start()
 
     def patch(self, spec: dict[str, Any]) -> None:
         body = {"spec": spec}
-        self._jobs.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name, body)
+        self._jobs.patch_namespaced_custom_object(*_API, self.namespace, names.PLURAL, self.name, body)
 
     def stop_watching(self) -> None:
         self._stop = True
@@ -90,12 +155,12 @@ class Training:
     def status(self) -> dict[str, Any]:
         return dict(self.seen[-1].body.get("status") or {}) if self.seen else {}
 
-    @property
-    def attempt(self) -> int:
-        return int(self.status.get("attempt") or 0)
+    def condition(self, kind: str) -> Mapping[str, Any]:
+        return find_condition(self.status, kind)
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        return next((entry for entry in self.status.get("conditions") or [] if entry["type"] == kind), {})
+    def reason(self, kind: str = "Placed") -> str:
+        """That of the condition."""
+        return str(self.condition(kind).get("reason"))
 
     @property
     def steps(self) -> list[Step]:
@@ -112,16 +177,6 @@ class Training:
         found = [pod for pod in json.loads(listed.data)["items"] if self._is_ours(pod)]
         return sorted(found, key=lambda pod: pod["metadata"]["creationTimestamp"])
 
-    def pod(self, worker: int) -> dict[str, Any]:
-        """The worker's newest pod that is not being deleted."""
-        found = [
-            pod
-            for pod in self.pods()
-            if pod["metadata"]["labels"].get(WORKER) == str(worker)
-            and "deletionTimestamp" not in pod["metadata"]
-        ]
-        return found[-1]
-
     def node_of(self, worker: int) -> Node:
         return self.testbed.node(self.pod(worker)["spec"]["nodeName"])
 
@@ -137,29 +192,61 @@ class Training:
             >= since - 1
         ]
 
-    def wait_until_protected(self, seconds: float = PATIENCE) -> None:
+    def told(self, since: float, reason: str) -> list[str]:
+        """The messages of the job's Events with this reason."""
+        return [event["message"] for event in self.events(since) if event["reason"] == reason]
+
+    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        pod = self.pod_of(worker)
+        match fault:
+            case "crash":
+                faults.kill_rank(self, worker)
+            case "out of memory":
+                faults.starve_of_memory(self, worker)
+            case "sidecar":
+                faults.kill_sidecar(self, worker)
+            case "delete" | "force delete":
+                how = ("--force", "--grace-period=0") if fault == "force delete" else ("--wait=false",)
+                self.testbed.kubectl("-n", self.namespace, "delete", "pod", pod, *how)
+            case "delete every pod":
+                every = [*(each["metadata"]["name"] for each in self.pods()), "--wait=false", "--force"]
+                self.testbed.kubectl("-n", self.namespace, "delete", "pod", *every, "--grace-period=0")
+            case "evict":
+                faults.evict(self, pod)
+            case "node":
+                self.node_of(worker).power_off()
+            case _:
+                raise ValueError(f"no fault of this stage is called {fault}")
+        return pod
+
+    def wait_until_protected(self) -> None:
         """All workers train, each version has its copies, and every pod is well."""
-        self.wait(self.is_protected, "training to be protected", seconds)
+        self.wait("training to be protected", lambda _: self.is_protected())
+
+    def wait_for_phase(self, phase: str) -> None:
+        self.wait(f"the job to be {phase}", lambda status: status.get("phase") == phase)
+
+    def suspend(self, seconds: float = PATIENCE) -> None:
+        """Until no pod is left."""
+        self.patch({"suspend": True})
+        self.wait(
+            "the pods to go", lambda status: status["phase"] == "Suspended" and not self.pods(), seconds
+        )
 
     def wait_for_step(self, step: int, seconds: float = PATIENCE) -> None:
-        self.wait(lambda: self.step >= step, f"step {step}", seconds)
+        self.wait(f"step {step}", lambda _: self.step >= step, seconds)
 
-    def wait(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
-        """Raises TimeoutError with what the job says of itself."""
-        try:
-            wait_for(condition, seconds, what)
-        except TimeoutError as error:
-            says = [
-                f"{c['type']}={c['status']} {c['reason']}: {c['message'][:200]}"
-                for c in self.status.get("conditions", [])
-            ]
-            pods = [
-                f"{p['metadata']['name']} {p['status'].get('phase')} {p['spec'].get('nodeName')}"
-                for p in self.pods()
-            ]
-            raise TimeoutError(
-                f"{error}\n{self.status.get('phase')} step {self.step}\n" + "\n".join(says + pods)
-            ) from error
+    def wait(
+        self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float = PATIENCE
+    ) -> Mapping[str, Any]:
+        return super().wait(what, condition, seconds)
+
+    def explain(self) -> str:
+        pods = [
+            f"{pod['metadata']['name']} {pod['status'].get('phase')} {pod['spec'].get('nodeName')}"
+            for pod in self.pods()
+        ]
+        return "\n".join([f"step {self.step}", *pods])
 
     def released_after(self, since: float) -> float | None:
         """When the trainers of an attempt begun after `since` were released, unix seconds."""
@@ -189,17 +276,14 @@ class Training:
 
     def is_protected(self) -> bool:
         """Whether it trains, nothing is being recovered, and peers hold the newest steps."""
-        status, step = self.status, self.step
-        peer = ((status.get("tiers") or {}).get("peer") or {}).get("step")
-        pods = self.pods()
+        status, peer, pods = self.status, tier_step(self.status, "peer"), self.pods()
         return (
             status.get("phase") == "Running"
-            and self.condition("Protected").get("status") == "True"
+            and condition_is(status, "Protected")
             and "recovery" not in status
-            and peer is not None
             and bool(self.steps)
             and self.steps[-1].attempt == self.attempt
-            and peer >= step - 5
+            and peer >= max(1, self.step - 5)
             and len(pods)
             == self.seen[-1].body["spec"]["workers"] + self.seen[-1].body["spec"].get("spares", 0)
             and all(_all_ready(pod) for pod in pods)
@@ -208,22 +292,21 @@ class Training:
     def is_on_its_way(self) -> bool:
         """Whether it is protected, and has been long enough for its copies to follow every step."""
         made = [entry for entry in self.steps if entry.attempt == self.attempt]
-        peer = ((self.status.get("tiers") or {}).get("peer") or {}).get("step") or 0
-        return self.is_protected() and len(made) >= 20 and peer >= self.step - 1
+        return self.is_protected() and len(made) >= 20 and tier_step(self.status, "peer") >= self.step - 1
 
     def _is_ours(self, pod: dict[str, Any]) -> bool:
         if not self.seen:
             return False
         job = self.seen[-1].body
         owner = ((job["spec"].get("attach") or {}).get("owner") or {}).get("uid") or job["metadata"]["uid"]
-        return pod["metadata"].get("labels", {}).get(JOB_UID) == owner
+        return pod["metadata"].get("labels", {}).get(names.LABEL_JOB_UID) == owner
 
     def _follow_job(self) -> None:
         selector = f"metadata.name={self.name}"
         self._follow(
             self.seen,
             lambda watch: watch.stream(
-                self._jobs.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL,
+                self._jobs.list_namespaced_custom_object, *_API, self.namespace, names.PLURAL,
                 field_selector=selector, timeout_seconds=30,
             ),
         )  # fmt: skip
@@ -280,7 +363,7 @@ class UnhurtRun:
         """The steps whose loss differs in any bit, and those that are missing."""
         last = max(entry.step for entry in trained)
         right = self._up_to(last, ranks)
-        wrong = [entry for entry in trained if entry.loss != right[entry.step]]
+        wrong = [entry for entry in trained if entry.loss_hex != right[entry.step]]
         return wrong, set(range(1, last + 1)) - {entry.step for entry in trained}
 
     def assert_same(self, training: Training, ranks: int) -> None:
@@ -304,5 +387,5 @@ class UnhurtRun:
                 self.testbed.kubectl("-n", TRAINING, "delete", "tcj", reference.name, "--wait=false")
                 reference.stop_watching()
                 wait_until_gone(self.testbed, TRAINING, "pods")
-            known |= {entry.step: entry.loss for entry in reference.steps}
+            known |= {entry.step: entry.loss_hex for entry in reference.steps}
         return known

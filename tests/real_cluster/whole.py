@@ -15,10 +15,7 @@ from testbed.needs import missing
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
-_PARTS = (
-    ["test_install_guide.py"],
-    ["test_real_faults.py", "test_real_modes.py", "test_real_neighbours.py", "test_real_release.py"],
-)
+_PARTS = (["test_install_guide.py"], ["test_real_faults.py", "test_real_neighbours.py", "test_real_modes.py"])
 """Each on a cluster of its own, as the guide begins with nothing installed."""
 _NONE_CHOSEN = 5
 """What pytest ends with if `-k` leaves nothing of a part."""

@@ -50,6 +50,7 @@ SECRETS: list[tuple[str, str]] = [
     (f"{{'db': {{'password': '{PHRASE}'}}}}", "horse"),
     (f'"passwords": ["{WORD}", "{WORD}1"]', WORD),
     (f"password: {PHRASE}", "horse"),
+    (f"db_password: {WORD}", WORD),
     (f"  - password: {PHRASE}", "horse"),
     (f"password: '{PHRASE}'", "horse"),
     (f'{{"auths": {{"registry.example": {{"auth": "{OPAQUE[:12]}"}}}}}}', OPAQUE[:12]),

@@ -18,27 +18,20 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.report import (
+from tiercheck_local.demo.job import FAILURES, NAME, WORKERS, ObjectStore, credentials, job
+from tiercheck_local.demo.record import (
     RunRecord,
+    TrainingLog,
     add_resumes,
-    faults_table,
-    verdict_line,
+    compare,
+    run_uninterrupted,
     with_resumes,
-    write_report,
 )
-from tiercheck_local.demo.scenario import Live, Story, StoryFailed
-from tiercheck_local.demo.stage import (
-    FAILURES,
-    NAME,
-    NAMESPACE,
-    WORKERS,
-    LaptopStage,
-    ObjectStore,
-    credentials,
-    job,
-)
-from tiercheck_local.demo.training_log import ReferenceFailed, TrainingLog, compare, run_uninterrupted
+from tiercheck_local.demo.report import faults_table, verdict_line, write_report
+from tiercheck_local.demo.scenario import Live, Story
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.running import GaveUp
+from tiercheck_local.stage import LaptopStage
 
 ROOT = Path(__file__).resolve().parents[3]
 BUCKET = "demo-checkpoints"
@@ -67,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130
-    except (StoryFailed, ReferenceFailed) as error:
+    except GaveUp as error:
         console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
         console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
         return 1
@@ -85,7 +78,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     ):
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
-        stage = LaptopStage(cluster, NAMESPACE, NAME)
+        stage = LaptopStage(cluster, NAME)
         log = TrainingLog(cluster.logs, f"{NAME}-0-*/trainer.log")
         cluster.apply(credentials())
         cluster.apply(job(command, store.endpoint, store.bucket))
@@ -99,8 +92,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
 
 
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
-    workers = WORKERS
-    story = Story(stage, log, workers, live)
+    story = Story(stage, log, WORKERS, live)
     faults = []
     for number, failure in enumerate(FAILURES):
         fault = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
@@ -114,7 +106,7 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
     faults = with_resumes(faults, story.ended)
     live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
     reference, digest = run_uninterrupted(
-        command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
+        command, WORKERS, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
     return RunRecord(
         machine=(

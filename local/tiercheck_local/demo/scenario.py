@@ -10,9 +10,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiercheck_local.demo.report import FaultRecord, count_tiers, rank_source
-from tiercheck_local.demo.stage import Failure, LaptopStage
-from tiercheck_local.demo.training_log import TrainingLog
+from tiercheck_local.demo.job import Failure
+from tiercheck_local.demo.record import FaultRecord, TrainingLog, count_tiers, rank_source
+from tiercheck_local.running import GaveUp
+from tiercheck_local.stage import FAULTS, LaptopStage, condition_is, in_words, tier_step
 from tiercheck_operator.model.status import parse_time
 
 PRINT_EVERY = 15.0
@@ -84,10 +85,6 @@ _PATIENCE = 90.0
 """Seconds before one wait is given up."""
 
 
-class StoryFailed(RuntimeError):
-    """The job did not do what it promised within the time allowed; the message says what was awaited."""
-
-
 @dataclass
 class Story:
     """Everything the acts need."""
@@ -98,24 +95,27 @@ class Story:
     live: Live
 
     def __post_init__(self) -> None:
-        self.watch = self.stage.watch()
+        self._under_way: dict[int, dict[str, Any]] = {}
+        """By attempt, all that the status said of a recovery while it was under way."""
+        self.ended: dict[int, Mapping[str, Any]] = {}
+        """The recoveries that have ended, by attempt, as the status had each of them last."""
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-        """Look at the job until `condition` of its status holds. Raises StoryFailed."""
-        end = time.monotonic() + _PATIENCE
-        while True:
-            status = self.watch.look()
+        """Look at the job until `condition` of its status holds. Raises GaveUp."""
+
+        def look(status: Mapping[str, Any]) -> bool:
+            under_way, ended = status.get("recovery") or {}, status.get("lastRecovery")
+            if "attempt" in under_way:  # it has none before its version is chosen
+                self._under_way.setdefault(int(under_way["attempt"]), {}).update(under_way)
+            if ended:
+                self.ended[int(ended["attempt"])] = ended
             self.log.poll()
             self.live.follow(status)
-            if condition(status):
-                return status
-            if condition_is(status, "Failed"):
-                raise StoryFailed(f"while waiting for {what}, the job failed: {in_words(status)}")
-            if time.monotonic() > end:
-                raise StoryFailed(
-                    f"waited {_PATIENCE:.0f} s in vain for {what}; conditions: {in_words(status)}"
-                )
-            time.sleep(0.1)
+            if condition_is(status, "Failed") and not condition(status):
+                raise GaveUp(f"while waiting for {what}, the job failed: {in_words(status)}")
+            return condition(status)
+
+        return self.stage.wait(what, look, _PATIENCE)
 
     def play(self, failure: Failure, at_step: int) -> FaultRecord:
         """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
@@ -127,7 +127,7 @@ class Story:
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
         target = self.stage.inflict(failure.fault, failure.worker)
-        self.live.say(f"  ✗ {failure.what}: {target}")
+        self.live.say(f"  ✗ {FAULTS[failure.fault].what}: {target}")
         self.wait_for(
             "the recovery to end",
             lambda status: (
@@ -151,39 +151,30 @@ class Story:
         """The newest step rank 0 has printed."""
         return self.log.last.step if self.log.last else 0
 
-    @property
-    def ended(self) -> dict[int, Mapping[str, Any]]:
-        """The recoveries that have ended, by attempt, as the status had each of them last."""
-        return {number: found.finished or {} for number, found in self.watch.attempts.items()}
-
     def _ready_for(self, failure: Failure, at_step: int, status: Mapping[str, Any]) -> bool:
-        tiers = status.get("tiers") or {}
-        attempt = int(status.get("attempt", 0))
-        copied = "step" in (tiers.get("peer") or {})
-        durable = "step" in (tiers.get("remote") or {})
-        whole = condition_is(status, "Running") and self._trains_in(attempt)
-        return self.step >= at_step and whole and copied and (durable or not failure.needs_remote)
+        whole = condition_is(status, "Running") and self._trains_in(int(status.get("attempt", 0)))
+        durable = tier_step(status, "remote") or not failure.needs_remote
+        return bool(self.step >= at_step and whole and tier_step(status, "peer") and durable)
 
     def _trains_in(self, attempt: int) -> bool:
         return self.log.last is not None and self.log.last.attempt == attempt
 
     def _record(self, failure: Failure, target: str, injected_at: float) -> FaultRecord:
-        attempt = max(self.watch.attempts)
-        recovery = self.watch.attempts[attempt]
-        ranks = self.watch.ask_sidecars(attempt)
+        attempt = max(self.ended)
+        finished, under_way = self.ended[attempt], self._under_way.get(attempt, {})
+        ranks = self.stage.restores(attempt)
         if len(ranks) != self.ranks:
-            raise StoryFailed(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
-        finished = recovery.finished or {}
+            raise GaveUp(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
         resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
         restored_step = int(finished["step"])
         racks = {worker: self.stage.rack_of(worker) for worker in range(self.ranks)}
         return FaultRecord(
             name=failure.name,
-            what=failure.what,
+            what=FAULTS[failure.fault].what,
             target=target,
             injected_at=injected_at,
-            detected_at=parse_time(recovery.in_flight.get("detectedAt")) or injected_at,
-            restored_at=parse_time(recovery.in_flight.get("restoredAt")) or resumed_at,
+            detected_at=parse_time(under_way.get("detectedAt")) or injected_at,
+            restored_at=parse_time(under_way.get("restoredAt")) or resumed_at,
             resumed_at=resumed_at,
             attempt=attempt,
             restored_step=restored_step,
@@ -195,15 +186,3 @@ class Story:
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),
         )
-
-
-def condition_is(status: Mapping[str, Any], kind: str) -> bool:
-    """Whether the status has condition `kind` with status True."""
-    return any(c["type"] == kind and c["status"] == "True" for c in status.get("conditions") or ())
-
-
-def in_words(status: Mapping[str, Any]) -> str:
-    """All conditions on one line."""
-    return "; ".join(
-        f"{c['type']}={c['status']} ({c['reason']}: {c['message']})" for c in status.get("conditions") or ()
-    )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,6 @@ class Settings:
     """Logs go to `directory`/logs/<pod>/<container>.log."""
     address_prefix: str
     """Three octets; the node is .1, its pods follow."""
-    image_paths: dict[str, str] = field(default_factory=dict)
-    """Paths inside the images that stand for folders of the host, as if every container mounted them."""
     back_off: float = FIRST_BACK_OFF
     """Seconds for which a container that ended twice is held back; all further waits follow from it."""
     cuts: str | None = None
@@ -251,9 +249,7 @@ class Pod:
         last_words = home / "termination-log"
         path_of_last_words = container.spec.get("terminationMessagePath") or "/dev/termination-log"
         mounts = environment.mounts(container.spec, folders)
-        translate = PathTranslation(
-            {**self._settings.image_paths, path_of_last_words: str(last_words), **mounts}
-        )
+        translate = PathTranslation({path_of_last_words: str(last_words), **mounts})
         wanted = environment.environment(container.spec, self._facts, lookup)
         argv = environment.command_line(container.spec, wanted)
         env = {

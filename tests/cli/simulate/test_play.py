@@ -115,12 +115,7 @@ def test_what_one_level_would_cost_is_told_by_domain() -> None:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    st.lists(st.integers(1, 4), min_size=2, max_size=5),
-    st.integers(0, 2),
-    st.booleans(),
-    st.data(),
-)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(0, 2), st.booleans(), st.data())
 def test_the_fast_answer_is_that_of_the_whole_decision(sizes, copies, coded, data) -> None:  # type: ignore[no-untyped-def]
     """What many losses are judged by is, for any one loss, what the recovery decides over every rank."""
     workers = sum(sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import urllib3
 import yaml
 
 from tests.access import load
+from tiercheck_local.running import wait_for
 
 DEADLINE = 30.0
 """Seconds after which something that must happen is given up."""
@@ -32,13 +32,14 @@ class Refused(Exception):
 
 
 @contextmanager
-def refused_with(*parts: str, code: int = 422, reason: str = "") -> Iterator[None]:
+def refused_with(*parts: str, code: int = 422, reason: str = "", field: str = "") -> Iterator[None]:
     """What happens meanwhile is refused, and these are parts of the answer."""
     with pytest.raises(Refused) as refused:
         yield
     assert refused.value.code == code
     assert (refused.value.reason == "Invalid") is (code == 422)
     assert reason in ("", refused.value.reason)
+    assert not field or refused.value.status["details"]["causes"][0]["field"] == field
     assert [part for part in parts if part not in refused.value.message] == []
 
 
@@ -142,12 +143,7 @@ def define(api: Api, file: Path) -> None:
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
     """Returns the first true answer of `condition`; fails after DEADLINE seconds."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        if answer := condition():
-            return answer
-        time.sleep(0.05)
-    pytest.fail(f"still not so after {DEADLINE:.0f} s: {what}")
+    return wait_for(condition, DEADLINE, what)
 
 
 def _metadata(name: str, labels: dict[str, str] | None) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from tiercheck_local.controlplane import (
     ControlPlaneFailed,
     EmbeddedControlPlane,
     open_control_plane,
+    start_child,
+    stop_child,
 )
 
 MAPS = "/api/v1/namespaces/default/configmaps"
@@ -168,28 +170,14 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
 def operator(plane: ControlPlane, widgets_defined: None, namespace: str, tmp_path: Path) -> Iterator[Path]:
     """The running operator; yields its log."""
     log = tmp_path / "operator.log"
-    command = [
-        sys.executable,
-        "-m",
-        "kopf",
-        "run",
-        "--standalone",
-        "--namespace",
-        namespace,
-        str(HERE / "small_operator.py"),
-    ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "KUBECONFIG": str(plane.kubeconfig)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    script = HERE / "small_operator.py"
+    command = f"{sys.executable} -m kopf run --standalone --namespace {namespace} {script}"
+    environment = {**os.environ, "KUBECONFIG": str(plane.kubeconfig)}
+    process = start_child(command.split(), log, environment)
     try:
         yield log
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        stop_child(process, 30)
 
 
 def test_operator_sees_changes_and_reports_status(api: Api, widgets: str, core: str, operator: Path) -> None:
@@ -321,13 +309,8 @@ def test_eviction_takes_a_grace_period(api: Api, core: str) -> None:
 
 def test_disruption_budget_refuses_an_eviction(api: Api, core: str, namespace: str) -> None:
     spec = {"minAvailable": 1, "selector": {"matchLabels": {"app": "x"}}}
-    budget = {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": "b"},
-        "spec": spec,
-    }
-    api.create(f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets", budget)
+    budgets = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
+    api.create(budgets, {"metadata": {"name": "b"}, "spec": spec})
     path = bound_pod(api, core)
     api.merge(
         f"{path}/status",

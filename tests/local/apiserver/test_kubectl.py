@@ -153,12 +153,7 @@ def test_label_annotate_patch_and_edit_status(kubectl: Kubectl) -> None:
     kubectl("annotate", "wg", "w", "note=b")
     kubectl("patch", "wg", "w", "--type=merge", "-p", '{"spec": {"paused": true}}')
     kubectl(
-        "patch",
-        "wg",
-        "w",
-        "--type=merge",
-        "--subresource=status",
-        "-p",
+        *["patch", "wg", "w", "--type=merge", "--subresource=status", "-p"],
         '{"status": {"observedGeneration": 2}}',
     )
     shown = json.loads(kubectl("get", "wg", "-l", "team=a", "-o", "json"))["items"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tiercheck_local.cluster import LocalCluster
@@ -39,6 +40,18 @@ class Bench:
     def ready(self, name: str) -> dict[str, Any]:
         self.wait(f"pod {name} to be ready", lambda: condition(self.pod(name), "Ready") == "True")
         return self.pod(name)
+
+    def container(self, name: str, container: str = "main") -> dict[str, Any]:
+        """What the pod's status says of it."""
+        status = self.pod(name).get("status", {})
+        entries = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+        return next(
+            (each for each in entries if each["name"] == container), {"state": {}, "restartCount": -1}
+        )
+
+    def memory(self, pod: dict[str, Any]) -> Path:
+        """Where its volumes in memory lie."""
+        return self.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
 
     def gone(self, name: str) -> None:
         self.wait(f"pod {name} to be gone", lambda: self.api.find(PODS, "default", name) is None)

@@ -30,11 +30,14 @@ def real_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def bench(embedded_bench: Bench) -> Bench:
-    return embedded_bench
+def bench(embedded_bench: Bench) -> Iterator[Bench]:
+    """The pods of a test go with it."""
+    yield embedded_bench
+    embedded_bench.faults.delete_pods()
 
 
 @pytest.fixture(params=BOTH_SERVERS)
-def each_bench(request: pytest.FixtureRequest) -> Bench:
+def each_bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench: Bench = request.getfixturevalue(f"{request.param}_bench")
-    return bench
+    yield bench
+    bench.faults.delete_pods()

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,9 +85,8 @@ def test_pod_still_bound_to_a_revived_node_starts_again_with_empty_memory(bench:
     bench.faults.revive_node("node-2")
     bench.wait("a second life", lambda: bench.log(name).count("up") == 2)
     assert "old" not in bench.log(name)
-    bench.wait("its count", lambda: bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 1)
+    bench.wait("its count", lambda: bench.container(name)["restartCount"] == 1)
     usable(bench, "node-2")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) -> None:
@@ -103,38 +101,28 @@ def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) 
         .memory()
         .policy("Always")
     )
-    status = bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
-    assert not status["started"]
+    sidecar = lambda: bench.container(name, "sidecar")  # noqa: E731
+    bench.wait("it to run", lambda: "running" in sidecar()["state"])
+    assert not sidecar()["started"]
     assert bench.log(name, "sidecar") == ""
-    bench.faults.let_start("sidecar")
+    bench.faults.hold_starts("sidecar", held=False)
     bench.ready(name)
-    assert _sidecar(bench, name, "running")["started"]
-    bench.faults.delete_pods(f"test={name}")
+    assert sidecar()["started"]
 
 
 def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Bench) -> None:
     name = up(bench, PodBuilder().beside(LASTING).runs(LASTING).policy("Always"))
+    sidecar = lambda: bench.container(name, "sidecar")  # noqa: E731
     for restarts in (1, 2):
-        bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
+        bench.wait("it to run", lambda: "running" in sidecar()["state"])
         bench.faults.kill_container(name, "sidecar")
         if restarts == 2:
-            waiting = bench.wait("it to be held back", lambda: _sidecar(bench, name, "waiting"))["state"][
-                "waiting"
-            ]
+            waiting = bench.wait("it to be held back", lambda: sidecar()["state"].get("waiting"))
             assert waiting["reason"] == "CrashLoopBackOff"
             assert waiting["message"].startswith(
                 f"back-off 500ms restarting failed container=sidecar pod={name}_default("
             )
-        bench.wait("its next life", lambda n=restarts: (_sidecar(bench, name) or {}).get("restartCount") == n)
-    bench.faults.delete_pods(f"test={name}")
-
-
-def _sidecar(bench: Bench, name: str, state: str = "") -> dict[str, Any] | None:
-    """What is said of the container `sidecar`, if it is in that state."""
-    found = bench.pod(name).get("status", {}).get("initContainerStatuses") or []
-    return next(
-        (each for each in found if each["name"] == "sidecar" and (not state or state in each["state"])), None
-    )
+        bench.wait("its next life", lambda n=restarts: sidecar()["restartCount"] == n)
 
 
 def test_rack_dies_as_a_whole(bench: Bench) -> None:
@@ -171,7 +159,6 @@ def test_pods_are_ready_again_when_their_node_is_heard_again(bench: Bench) -> No
     bench.ready(name)
     usable(bench, "node-1")
     assert bench.log(name).count("up") == 1
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_forced_deletion_kills_at_once(bench: Bench) -> None:
@@ -180,8 +167,7 @@ def test_forced_deletion_kills_at_once(bench: Bench) -> None:
     place = markers.place(bench.cluster.id, pod["spec"]["nodeName"], pod["metadata"]["uid"])
     bench.faults.delete_pods(f"test={name}")
     bench.wait("its processes to die", lambda: not markers.pids(markers.POD, place))
-    folder = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
-    bench.wait("its memory to go", lambda: not folder.exists())
+    bench.wait("its memory to go", lambda: not bench.memory(pod).exists())
     assert "asked to stop" not in bench.log(name)
 
 
@@ -193,7 +179,7 @@ def test_loss_of_every_pod_is_reported_as_failed_pods_without_memory(bench: Benc
     for name in names:
         pod = bench.phase(name, "Failed")
         assert pod["status"]["reason"] == "PodLost"
-        assert not bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]).exists()
+        assert not bench.memory(pod).exists()
         assert bench.faults.container_processes(name, "main") == []
         bench.faults.delete_pods(f"test={name}")
 
@@ -205,29 +191,17 @@ def test_killed_training_process_leaves_its_launcher_alone(bench: Bench) -> None
     bench.faults.kill_container_process(name, "main", signal.SIGKILL)
     bench.logged(name, "ended with 137")
     assert launcher in bench.faults.container_processes(name, "main")
-    assert bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 0
-    bench.faults.delete_pods(f"test={name}")
+    assert bench.container(name)["restartCount"] == 0
 
 
 def test_container_killed_for_memory_says_so_and_starts_again(bench: Bench) -> None:
     name = up(bench, PodBuilder().runs("echo up; exec sleep 300").policy("OnFailure"))
     bench.faults.oom_kill_container(name, "main")
-    status = bench.wait(
-        "its second life",
-        lambda: next((s for s in bench.pod(name)["status"]["containerStatuses"] if s["restartCount"]), None),
-    )
-    assert (status["lastState"]["terminated"]["reason"], status["lastState"]["terminated"]["exitCode"]) == (
-        "OOMKilled", 137,
-    )  # fmt: skip
+    last = lambda: bench.container(name)["lastState"].get("terminated", {})  # noqa: E731
+    bench.wait("its second life", lambda: bench.container(name)["restartCount"])
+    assert (last()["reason"], last()["exitCode"]) == ("OOMKilled", 137)
     bench.faults.kill_container(name, "main")
-    bench.wait(
-        "an end of another kind",
-        lambda: (
-            bench.pod(name)["status"]["containerStatuses"][0]["lastState"].get("terminated", {}).get("reason")
-            == "Error"
-        ),
-    )
-    bench.faults.delete_pods(f"test={name}")
+    bench.wait("an end of another kind", lambda: last().get("reason") == "Error")
 
 
 def test_fault_without_target_says_so(bench: Bench) -> None:
@@ -244,7 +218,7 @@ def test_fault_without_target_says_so(bench: Bench) -> None:
 def test_flipped_bit_changes_one_bit_of_the_data_and_nothing_else(bench: Bench) -> None:
     name = up(bench, PodBuilder().runs(LASTING).memory())
     pod = bench.pod(name)
-    folder = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]) / "memory"
+    folder = bench.memory(pod) / "memory"
     slot = _sealed_slot(folder, rank=1)
     other = _sealed_slot(folder, rank=2)
     before, untouched = slot.read_bytes(), other.read_bytes()
@@ -252,7 +226,6 @@ def test_flipped_bit_changes_one_bit_of_the_data_and_nothing_else(bench: Bench) 
     changed = [(a, b) for a, b in zip(before, slot.read_bytes(), strict=True) if a != b]
     assert [(a ^ b).bit_count() for a, b in changed] == [1]
     assert other.read_bytes() == untouched
-    bench.faults.delete_pods(f"test={name}")
 
 
 def _sealed_slot(folder: Path, rank: int) -> Path:
@@ -323,19 +296,8 @@ def test_clusters_side_by_side_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_foreground_cluster_takes_everything_along(tmp_path: Path, number: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tiercheck_local",
-        "up",
-        "--nodes",
-        "2",
-        "--racks",
-        "1",
-        "--directory",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen([*command, "--crds", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    typed = f"-m tiercheck_local up --nodes 2 --racks 1 --directory {tmp_path} --crds {tmp_path}"
+    process = subprocess.Popen([sys.executable, *typed.split()], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line == f"export KUBECONFIG={tmp_path}/control-plane/kubeconfig\n"

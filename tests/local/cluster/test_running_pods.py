@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -64,35 +65,28 @@ def test_main_container_waits_for_the_sidecars_startup_probe(bench: Bench) -> No
     started = {"exec": {"command": ["test", "-e", "/memory/go"]}, "periodSeconds": 1, "failureThreshold": 60}
     builder = PodBuilder().beside("sleep 60", startupProbe=started).runs("sleep 60").memory()
     name = bench.run(builder)
-    bench.wait("the sidecar to run", lambda: "running" in _state(bench, name, "sidecar"))
+    bench.wait("the sidecar to run", lambda: "running" in bench.container(name, "sidecar")["state"])
     pod = bench.pod(name)
     assert pod["status"]["phase"] == "Pending"
     assert condition(pod, "Initialized") == "False"
-    memory = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
-    (memory / "memory" / "go").touch()
+    (bench.memory(pod) / "memory" / "go").touch()
     bench.ready(name)
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> None:
     always = bench.run(PodBuilder().runs("exit 3").policy("OnFailure"))
     never = bench.run(PodBuilder().runs("exit 3", terminationMessagePolicy="FallbackToLogsOnError"))
-    assert bench.phase(never, "Failed")["status"]["containerStatuses"][0]["restartCount"] == 0
-    bench.wait(
-        "two restarts", lambda: bench.pod(always)["status"]["containerStatuses"][0]["restartCount"] >= 2
-    )
-    last = bench.pod(always)["status"]["containerStatuses"][0]["lastState"]
-    assert last["terminated"]["exitCode"] == 3
-    bench.faults.delete_pods(f"test={always}")
+    bench.phase(never, "Failed")
+    assert bench.container(never)["restartCount"] == 0
+    bench.wait("two restarts", lambda: bench.container(always)["restartCount"] >= 2)
+    assert bench.container(always)["lastState"]["terminated"]["exitCode"] == 3
 
 
 def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
     script = "test -e /memory/x && exec sleep 60; touch /memory/x; exit 1"
     name = bench.run(PodBuilder().runs(script).policy("Always").memory())
-    bench.wait(
-        "the second life", lambda: _restarts(bench, name) == 1 and "running" in _state(bench, name, "main")
-    )
-    bench.faults.delete_pods(f"test={name}")
+    bench.wait("a restart", lambda: bench.container(name)["restartCount"] == 1)
+    bench.wait("the second life", lambda: "running" in bench.container(name)["state"])
 
 
 def test_sidecar_ends_after_the_main_container_on_deletion(bench: Bench, tmp_path: Path) -> None:
@@ -116,7 +110,7 @@ def test_sidecar_ends_after_the_main_container_on_deletion(bench: Bench, tmp_pat
     bench.faults.delete_pods(f"test={name}", grace=None)
     bench.gone(name)
     assert (tmp_path / "order").read_text().split() == ["main", "sidecar"]
-    assert not bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]).exists()
+    assert not bench.memory(pod).exists()
 
 
 def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(bench: Bench) -> None:
@@ -140,29 +134,27 @@ def test_pod_is_ready_when_its_probe_says_so(bench: Bench) -> None:
     bench.logged(name, "up")
     pod = bench.phase(name, "Running")
     assert condition(pod, "Ready") == "False"
-    file = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]) / "memory" / "ready"
+    file = bench.memory(pod) / "memory" / "ready"
     file.touch()
     bench.ready(name)
     file.unlink()
     bench.wait("unready", lambda: condition(bench.pod(name), "Ready") == "False")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_container_that_fails_its_liveness_probe_is_restarted(bench: Bench) -> None:
     probe = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
     name = bench.run(PodBuilder().runs("exec sleep 60", livenessProbe=probe).policy("Always"))
-    bench.wait("a restart", lambda: _restarts(bench, name) >= 1)
-    bench.faults.delete_pods(f"test={name}")
+    bench.wait("a restart", lambda: bench.container(name)["restartCount"] >= 1)
 
 
 def test_missing_image_and_missing_command_are_said(bench: Bench) -> None:
     image = bench.run(PodBuilder().runs("sleep 1", image="registry/no-such-image:1"))
-    bench.wait("ErrImagePull", lambda: _waiting(bench, image).get("reason") == "ErrImagePull")
+    bench.wait("ErrImagePull", lambda: waiting(bench, image).get("reason") == "ErrImagePull")
     program = bench.run(PodBuilder().runs("", command=["no-such-program"]))
-    ended = bench.phase(program, "Failed")["status"]["containerStatuses"][0]["state"]["terminated"]
+    bench.phase(program, "Failed")
+    ended = bench.container(program)["state"]["terminated"]
     assert (ended["exitCode"], ended["reason"]) == (128, "StartError")
     assert "no-such-program" in ended["message"]
-    bench.faults.delete_pods(f"test={image}")
 
 
 def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -> None:
@@ -170,11 +162,10 @@ def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -
         PodBuilder().runs("cat /late/k; sleep 60").volume("late", "/late", secret={"secretName": "late"})
     )
     name = bench.run(builder)
-    bench.wait("the reason", lambda: "late" in _waiting(bench, name).get("message", ""))
+    bench.wait("the reason", lambda: "late" in waiting(bench, name).get("message", ""))
     late = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late"}, "stringData": {"k": "here"}}
     bench.cluster.apply(late)
     bench.logged(name, "here")
-    bench.faults.delete_pods(f"test={name}")
 
 
 def test_pods_on_one_node_have_addresses_of_their_own(bench: Bench) -> None:
@@ -182,42 +173,22 @@ def test_pods_on_one_node_have_addresses_of_their_own(bench: Bench) -> None:
     pods = [bench.ready(name) for name in names]
     assert len({pod["status"]["podIP"] for pod in pods}) == 2
     assert {pod["status"]["hostIP"] for pod in pods} == {pods[0]["status"]["podIP"].rsplit(".", 1)[0] + ".1"}
-    for name in names:
-        bench.faults.delete_pods(f"test={name}")
 
 
 def test_status_keeps_conditions_of_others(bench: Bench) -> None:
     name = bench.run(PodBuilder().runs("trap 'sleep 0.5; exit 0' TERM; echo up; while :; do sleep 0.1; done"))
     bench.logged(name, "up")
     conditions = bench.ready(name)["status"]["conditions"]
-    foreign = {
-        "type": "Foreign",
-        "status": "True",
-        "reason": "Test",
-        "lastTransitionTime": "2026-01-01T00:00:00Z",
-    }
-    bench.api.patch(
-        PODS, "default", name, {"status": {"conditions": [*conditions, foreign]}}, subresource="status"
-    )
+    since = "2026-01-01T00:00:00Z"
+    foreign = {"type": "Foreign", "status": "True", "reason": "Test", "lastTransitionTime": since}
+    status = {"conditions": [*conditions, foreign]}
+    bench.api.patch(PODS, "default", name, {"status": status}, subresource="status")
     bench.faults.kill_container(name, "main")
     assert condition(bench.phase(name, "Failed"), "Foreign") == "True"
 
 
-def _state(bench: Bench, name: str, container: str) -> dict[str, object]:
-    status = bench.pod(name).get("status", {})
-    entries = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-    return next((entry["state"] for entry in entries if entry["name"] == container), {})
-
-
-def _waiting(bench: Bench, name: str) -> dict[str, str]:
-    waiting = _state(bench, name, "main").get("waiting", {})
-    assert isinstance(waiting, dict)
-    return waiting
-
-
-def _restarts(bench: Bench, name: str) -> int:
-    entries = bench.pod(name).get("status", {}).get("containerStatuses") or [{"restartCount": -1}]
-    return int(entries[0]["restartCount"])
+def waiting(bench: Bench, name: str) -> dict[str, str]:
+    return bench.container(name)["state"].get("waiting", {})  # type: ignore[no-any-return]
 
 
 # What a controller manager would do, done on a control plane that has none.
@@ -230,14 +201,8 @@ def test_dependents_of_a_deleted_owner_are_collected(each_bench: Bench) -> None:
     pod = bench.run(PodBuilder().runs("sleep 60").owned_by(owner))
     owned = {"name": "owned", "namespace": "default", "ownerReferences": [reference(owner)]}
     bench.cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": owned})
-    bench.cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": owned,
-            "spec": {"clusterIP": "None", "selector": {"a": "b"}},
-        }
-    )
+    spec = {"clusterIP": "None", "selector": {"a": "b"}}
+    bench.cluster.apply({"apiVersion": "v1", "kind": "Service", "metadata": owned, "spec": spec})
     bench.ready(pod)
     bench.api.delete(CONFIG_MAPS, "default", "owner")
     bench.gone(pod)
@@ -248,12 +213,7 @@ def test_dependents_of_a_deleted_owner_are_collected(each_bench: Bench) -> None:
 
 
 def test_object_whose_owner_never_existed_is_collected(each_bench: Bench) -> None:
-    ghost = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "name": "ghost",
-        "uid": "00000000-0000-0000-0000-000000000000",
-    }
+    ghost = {"apiVersion": "v1", "kind": "ConfigMap", "name": "ghost", "uid": str(uuid.UUID(int=0))}
     metadata = {"name": "haunted", "namespace": "default", "ownerReferences": [ghost]}
     each_bench.cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
     each_bench.wait("it to go", lambda: each_bench.api.find(SECRETS, "default", "haunted") is None)
@@ -281,12 +241,9 @@ def test_pod_that_fits_nowhere_says_why_and_starts_when_it_fits(each_bench: Benc
 
 def test_cordoned_node_gets_no_pods(bench: Bench) -> None:
     bench.faults.cordon_node("node-0")
-    builders = [PodBuilder().runs("sleep 60") for _ in range(3)]
-    names = [bench.run(builder) for builder in builders]
+    names = [bench.run(PodBuilder().runs("sleep 60")) for _ in range(3)]
     assert {bench.ready(name)["spec"]["nodeName"] for name in names} == {"node-1", "node-2"}
     bench.faults.cordon_node("node-0", cordoned=False)
-    for name in names:
-        bench.faults.delete_pods(f"test={name}")
 
 
 def test_workers_of_a_job_spread_over_nodes(bench: Bench) -> None:
@@ -295,7 +252,6 @@ def test_workers_of_a_job_spread_over_nodes(bench: Bench) -> None:
         builder.manifest["metadata"]["labels"]["tiercheck.io/job"] = "spread"
         bench.run(builder)
     assert len({bench.ready(builder.name)["spec"]["nodeName"] for builder in builders}) == 3
-    bench.faults.delete_pods("tiercheck.io/job=spread")
 
 
 def test_pods_of_a_deleted_node_are_removed(bench: Bench) -> None:

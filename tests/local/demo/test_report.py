@@ -16,20 +16,27 @@ import pytest
 from rich.console import Console
 
 from tiercheck_cli.terminal import short
-from tiercheck_local.demo.report import (
-    HEADINGS,
+from tiercheck_local.demo.record import (
+    Digest,
     FaultRecord,
     RunRecord,
+    RunVerdict,
+    Step,
+    TrainingLog,
     add_resumes,
+    compare,
+    parse,
+    with_resumes,
+)
+from tiercheck_local.demo.report import (
+    HEADINGS,
     count_ranks,
     faults_table,
     page,
     rows,
     verdict_line,
-    with_resumes,
     write_report,
 )
-from tiercheck_local.demo.training_log import Digest, RunVerdict, Step, TrainingLog, compare, parse
 
 _FAULTS = [
     # name, what, target, at step, lost, detect, restore, start, tiers, sources
@@ -93,7 +100,7 @@ def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
         reference=[made_up_step(number, 1, 0.0) for number in range(1, total + 1)],
         digest=Digest(total, "9f2c" * 16),
         reference_digest=Digest(total, "9f2c" * 16),
-        verdict=RunVerdict(True, "all losses are bitwise equal", trained_again=len(steps) - total),
+        verdict=RunVerdict(True, "all losses are bitwise equal"),
     )
 
 
@@ -320,7 +327,8 @@ def test_equal_only_with_every_loss_and_the_digest() -> None:
 def test_steps_trained_again_must_agree_too() -> None:
     again = [*REFERENCE[:2], *a_run((2, 1, "0x1.8p-1"), (3, 1, "0x1p-2"))]
     verdict = compare(again, DIGEST, REFERENCE, DIGEST)
-    assert (verdict.equal, verdict.first_difference, verdict.trained_again) == (False, 2, 1)
+    assert not verdict.equal
+    assert "the loss of step 2 (attempt 1)" in verdict.sentence
 
 
 def test_the_log_survives_half_lines_noise_and_new_pods(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from testbed import cgroups, control_plane, network
-from testbed.node import Node
+from testbed import control_plane, network
+from testbed.node import Node, remove_cgroups
 from testbed.processes import Processes, run, wait_for
 
 FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
@@ -97,12 +99,17 @@ class Testbed:
     def kubectl(self, *words: str, check: bool = True) -> str:
         return run(self.inside(["kubectl", f"--kubeconfig={self.kubeconfig}", *words]), check=check)
 
+    def apply(self, manifest: dict[str, Any], namespace: str) -> None:
+        """Raises RuntimeError with what kubectl said."""
+        command = ["kubectl", f"--kubeconfig={self.kubeconfig}", "-n", namespace, "apply", "-f", "-"]
+        run(command, text=json.dumps(manifest))
+
     def down(self) -> None:
         """Ends everything by its pid and removes what it left; a second call does no harm."""
         for node in self.nodes:
             node.kill_userland()
         for name in self.processes.names():
             self.processes.kill(name)
-        cgroups.remove_all()
+        remove_cgroups()
         subprocess.run(["umount", "-R", "-q", str(self.folder)], check=False, capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from testbed import cgroups, device_plugin, network
+from testbed import device_plugin, network
 from testbed.needs import CNI_PLUGINS, kube_bin
 from testbed.processes import Processes, run, wait_for
 
@@ -51,7 +53,7 @@ class Node:
         ):  # fmt: skip
             Path(path).mkdir(parents=True, exist_ok=True)
             run([*self._inside(), "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path])
-        cgroups.make_node_root(self.number)
+        make_node_root(self.number)
         self._write_settings()
         self.start_userland()
 
@@ -116,7 +118,7 @@ class Node:
         for name in ("containerd", "kubelet"):
             self._processes.wake_parent(f"{self.name}-{name}")
         self._processes.kill(f"{self.name}-init")
-        wait_for(lambda: not cgroups.processes_of(self.number), 20, f"the pods of {self.name} to end")
+        wait_for(lambda: not processes_of(self.number), 20, f"the pods of {self.name} to end")
         for name in ("containerd", "kubelet"):
             wait_for(
                 lambda name=name: self._processes.pid(f"{self.name}-{name}") is None, 20, f"{name} to end"
@@ -132,7 +134,7 @@ class Node:
     def pids_of(self, pod_uid: str, words: str) -> list[int]:
         """Host pids of the pod's processes whose command line has `words` in it, oldest first."""
         found = []
-        for pid, cgroup in cgroups.processes_of(self.number):
+        for pid, cgroup in processes_of(self.number):
             if pod_uid in cgroup or pod_uid.replace("-", "_") in cgroup:
                 try:
                     line = (
@@ -253,10 +255,71 @@ def _kubelet(node: Node, sysctls: list[str]) -> str:
         "podLogsDir": str(node.logs),
         "clusterDNS": [network.CORE],
         "clusterDomain": "cluster.local",
-        "cgroupRoot": cgroups.node_root(node.number),
+        "cgroupRoot": node_root(node.number),
         "enforceNodeAllocatable": [],
         "maxPods": 50,
         "allowedUnsafeSysctls": sysctls,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
     })  # fmt: skip
+
+
+# A cgroup per node, so that the kubelets do not meet each other's.
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OURS = "tiercheck-testbed"
+_SHARES = {"cpu.shares": "8192", "cpu.weight": "800"}
+"""All pods of all nodes together weigh as much as eight processes of the machine; else it would be one."""
+
+
+def is_unified() -> bool:
+    return (_CGROUPS / "cgroup.controllers").exists()
+
+
+def node_root(number: int) -> str:
+    """As the kubelet's `cgroupRoot` names it."""
+    return f"/{_OURS}/n{number}"
+
+
+def make_node_root(number: int) -> None:
+    for hierarchy in _hierarchies():
+        for path in (hierarchy / _OURS, hierarchy / _OURS / f"n{number}"):
+            path.mkdir(exist_ok=True)
+            if is_unified():
+                for parent in (path.parent, path):
+                    for name in (_CGROUPS / "cgroup.controllers").read_text().split():
+                        with contextlib.suppress(OSError):
+                            (parent / "cgroup.subtree_control").write_text(f"+{name}")
+            elif (path / "cpuset.cpus").exists():
+                for name in ("cpuset.cpus", "cpuset.mems"):
+                    (path / name).write_text((path.parent / name).read_text())
+        for name, value in _SHARES.items():
+            if (hierarchy / _OURS / name).exists():
+                (hierarchy / _OURS / name).write_text(value)
+
+
+def processes_of(number: int) -> list[tuple[int, str]]:
+    """(pid, cgroup) of everything that runs in the node's pods."""
+    base = _CGROUPS if is_unified() else _CGROUPS / "memory"
+    found = []
+    for folder, _, _ in os.walk(base / _OURS / f"n{number}"):
+        with contextlib.suppress(OSError):
+            found += [(int(pid), folder) for pid in Path(folder, "cgroup.procs").read_text().split()]
+    return found
+
+
+def remove_cgroups() -> None:
+    for hierarchy in _hierarchies():
+        for folder, _, _ in os.walk(hierarchy / _OURS, topdown=False):
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
+
+
+def _hierarchies() -> list[Path]:
+    if is_unified():
+        return [_CGROUPS]
+    return [
+        path
+        for path in sorted(_CGROUPS.iterdir())
+        if path.is_dir() and not path.is_symlink() and path.name != "unified"
+    ]

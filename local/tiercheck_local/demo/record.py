@@ -1,4 +1,4 @@
-"""Follows what rank 0 prints in all pods of worker 0, and in a run that nothing interrupts.
+"""Records what a run went through: what rank 0 printed, each failure, and a run that nothing interrupted.
 
 The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
 of the way, but not lost: they stay in the log files.
@@ -12,12 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Exact, RankRestore
 from tiercheck_local import controlplane
 from tiercheck_local.markers import free_ports
+from tiercheck_local.running import GaveUp
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,6 @@ class RunVerdict:
 
     equal: bool
     sentence: str
-    first_difference: int | None = None
-    """The first step whose loss differs."""
-    trained_again: int = 0
-    """Steps printed more than once: the price of the failures."""
 
 
 def compare(
@@ -120,7 +121,6 @@ def compare(
     """The verdict on `run`. Missing evidence is never equality."""
     expected = {step.step: step.loss_hex for step in reference}
     seen = {step.step for step in run}
-    trained_again = len(run) - len(seen)
     if not expected or wanted is None:
         return RunVerdict(False, "the uninterrupted run did not finish, so there is nothing to compare with")
     missing = sorted(set(expected) - seen)
@@ -134,30 +134,20 @@ def compare(
                 False,
                 f"the loss of step {step.step} (attempt {step.attempt}) is {step.loss_hex}, "
                 f"the uninterrupted run had {expected.get(step.step)}",
-                first_difference=step.step,
-                trained_again=trained_again,
             )
     if run_digest is None:
-        return RunVerdict(
-            False, "the run printed no digest of its final parameters", trained_again=trained_again
-        )
+        return RunVerdict(False, "the run printed no digest of its final parameters")
     if run_digest != wanted:
         return RunVerdict(
             False,
             f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not "
             f"{wanted.value[:16]}",
-            trained_again=trained_again,
         )
     return RunVerdict(
         True,
         f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an "
         "uninterrupted run",
-        trained_again=trained_again,
     )
-
-
-class ReferenceFailed(RuntimeError):
-    """A rank of the uninterrupted run failed; the message carries the end of its output."""
 
 
 def run_uninterrupted(
@@ -165,7 +155,7 @@ def run_uninterrupted(
 ) -> tuple[list[Step], Digest | None]:
     """All steps and the final digest of `command` on `ranks` processes.
 
-    `deadline` is in seconds. Raises ReferenceFailed.
+    `deadline` is in seconds. Raises GaveUp with the end of the output of a rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="tiercheck-reference-") as folder:
         logs = Path(folder)
@@ -205,7 +195,7 @@ def _follow_processes(
             if failed is not None:
                 why = f"rank {failed} exited with {processes[failed].returncode}"
             tail = controlplane.tail_of(logs / f"rank-{failed or 0}" / "out.log")
-            raise ReferenceFailed(f"the uninterrupted run failed: {why}\n{tail}")
+            raise GaveUp(f"the uninterrupted run failed: {why}\n{tail}")
         time.sleep(0.2)
     for step in log.poll():
         on_step(step)
@@ -225,3 +215,118 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+
+
+# The failures on the way, and what the comparison found.
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One failure and the way back from it. Times are Unix seconds."""
+
+    name: str
+    """One or two words: process, pod, node, rack, all pods."""
+    what: str
+    """A sentence for people: "a node dies"."""
+    target: str
+    """What was hit."""
+    injected_at: float
+    detected_at: float
+    restored_at: float
+    """When every rank held the version that was decided on."""
+    resumed_at: float
+    """When the first step of the new attempt ended."""
+    attempt: int
+    """The attempt that this recovery led to."""
+    restored_step: int
+    lost_steps: int
+    tiers: Mapping[str, int]
+    """How many ranks came back from "local", "peer", "parity" (rebuilt from what peers hold) and "remote"."""
+    rank_sources: Sequence[str] = ()
+    """For each rank, in order, where it came back from: "own memory", "worker 2 (rack b)", "S3"."""
+    reason: str = ""
+    """Why this version was chosen, as the controller said it."""
+    cause: str = ""
+    exact: str = ""
+    """What the comparison of the steps trained again found, as in status.lastRecovery; empty: not known."""
+    exact_message: str = ""
+
+    @property
+    def detect_seconds(self) -> float:
+        """From the fault until the controller noticed it; never negative, though two clocks are compared."""
+        return max(0.0, self.detected_at - self.injected_at)
+
+    @property
+    def restore_seconds(self) -> float:
+        """From then until every rank held the version."""
+        return max(0.0, self.restored_at - max(self.detected_at, self.injected_at))
+
+    @property
+    def start_seconds(self) -> float:
+        """From then until the first new step: starting processes, rendezvous, loading, one step."""
+        return max(0.0, self.resumed_at - max(self.restored_at, self.detected_at, self.injected_at))
+
+    @property
+    def total_seconds(self) -> float:
+        """The sum of the three: from the fault until the first new step."""
+        return self.detect_seconds + self.restore_seconds + self.start_seconds
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run and the uninterrupted run that it is compared with."""
+
+    machine: str
+    """What it ran on, in words."""
+    started: float
+    """Unix seconds."""
+    ended: float
+    nodes: Mapping[str, str]
+    """Node name to rack name."""
+    steps: Sequence[Step]
+    """In the order in which they were trained."""
+    faults: Sequence[FaultRecord]
+    """In the order in which they were injected."""
+    reference: Sequence[Step]
+    digest: Digest | None
+    reference_digest: Digest | None
+    verdict: RunVerdict
+
+
+def count_tiers(ranks: Mapping[int, RankRestore]) -> dict[str, int]:
+    """How many ranks came back from where."""
+    known = [rank for rank in ranks.values() if rank.rebuilt or rank.tier is not None]
+    return dict(Counter("parity" if rank.rebuilt else str(rank.tier and rank.tier.value) for rank in known))
+
+
+def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:
+    """Where one rank came back from, in words. `racks` is the rack of each worker after the recovery."""
+    if restore.rebuilt:
+        return "parity"
+    if restore.tier is Tier.LOCAL:
+        return "own memory"
+    if restore.tier is Tier.PEER:
+        return f"worker {restore.worker} ({racks.get(restore.worker or 0, 'unknown rack')})"
+    if restore.tier is Tier.REMOTE:
+        return "S3"
+    return f"rank {rank}: from scratch"
+
+
+def with_resumes(faults: Sequence[FaultRecord], ended: Mapping[int, Mapping[str, Any]]) -> list[FaultRecord]:
+    """Returns `faults` with what the comparison after each found. `ended`: their recoveries, by attempt.
+
+    It is known some steps after a recovery has ended, so not when the fault is recorded.
+    """
+    found = [ended.get(fault.attempt, {}) for fault in faults]
+    return [
+        replace(fault, exact=str(entry.get("exact", "")), exact_message=str(entry.get("exactMessage", "")))
+        for fault, entry in zip(faults, found, strict=True)
+    ]
+
+
+def add_resumes(verdict: RunVerdict, faults: Sequence[FaultRecord]) -> RunVerdict:
+    """Returns `verdict`, but not equal if a resume differs."""
+    for fault in faults:
+        if fault.exact == Exact.DIFFERS.value:
+            return replace(verdict, equal=False, sentence=f"a resume differs: {fault.exact_message}")
+    return verdict

@@ -1,0 +1,291 @@
+"""One job on a cluster: what can be done to it, by one catalogue of faults, and what is seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+from tiercheck.protocol import names, signing
+from tiercheck.protocol.encoding import Malformed, from_json
+from tiercheck.protocol.report import RankRestore, Report
+from tiercheck_local.cluster import LocalCluster, NothingToHit
+from tiercheck_local.nodespec import RACK
+from tiercheck_local.running import wait_for
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, SECRETS, Object
+from tiercheck_operator.manifests.owned import parse_secret
+from tiercheck_operator.sidecars import Signer
+
+NAMESPACE = "default"
+"""That of all jobs on a laptop."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is done to a job's cluster from outside; each stage does it by its own means."""
+
+    what: str
+    """A sentence for people."""
+    ends: bool = True
+    """Training may be ended by it."""
+    costs_copies: bool = False
+    """More than one node's memory may be gone: what was complete in memory only may be lost."""
+    seconds: float = 0.0
+    """How long it lasts, if it does not end by itself."""
+
+
+FAULTS = {
+    "crash": Fault("a training process is killed"),
+    "out of memory": Fault("a rank is killed as it meets its memory limit"),
+    "container": Fault("all of a trainer's container is killed, its launcher too"),
+    "evict": Fault("a pod is evicted"),
+    "delete": Fault("a pod is deleted"),
+    "force delete": Fault("a pod is deleted without grace"),
+    "node": Fault("a node dies"),
+    "rack": Fault("a rack goes dark", costs_copies=True),
+    "every pod": Fault("every pod's processes die at once", costs_copies=True),
+    "delete every pod": Fault("every pod is lost at once", costs_copies=True),
+    "cut": Fault("a pod is cut off the others and the operator", ends=False, seconds=20.0),
+    "deaf": Fault("a pod is cut off the operator", ends=False, seconds=15.0),
+    "sidecar": Fault("a sidecar is killed", ends=False),
+    "all sidecars": Fault("all sidecars are killed", ends=False),
+    "kubelet": Fault("a node's kubelet is silent, its pods go on", ends=False, seconds=10.0),
+    "operator": Fault("the operator is killed", ends=False),
+    "operator stopped": Fault("the operator stands still", ends=False, seconds=20.0),
+    "store down": Fault("the store answers nothing but errors", ends=False, seconds=10.0),
+    "store trouble": Fault("the store fails now and then", ends=False, seconds=15.0),
+    "store slow": Fault("the store takes its time", ends=False, seconds=15.0),
+}
+"""By their words, which all stages share. No stage has every one."""
+
+
+def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The condition of this type; empty if there is none."""
+    return next((each for each in status.get("conditions") or () if each["type"] == kind), {})
+
+
+def condition_is(status: Mapping[str, Any], kind: str) -> bool:
+    """Whether the status has condition `kind` with status True."""
+    return find_condition(status, kind).get("status") == "True"
+
+
+def tier_step(status: Mapping[str, Any], tier: str) -> int:
+    """The newest step that is complete there; 0 if none is."""
+    return int(((status.get("tiers") or {}).get(tier) or {}).get("step") or 0)
+
+
+def in_words(status: Mapping[str, Any]) -> str:
+    """All conditions on one line."""
+    return "; ".join(
+        f"{c['type']}={c['status']} ({c['reason']}: {c['message']})" for c in status.get("conditions") or ()
+    )
+
+
+class JobStage(ABC):
+    """One job on a cluster of some kind."""
+
+    @property
+    @abstractmethod
+    def status(self) -> Mapping[str, Any]:
+        """The job's, as far as it is known; empty before there is one."""
+
+    @abstractmethod
+    def pods(self) -> list[Object]:
+        """All pods of the job, those that are being deleted included."""
+
+    @abstractmethod
+    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        """Does what `FAULTS` has under that word, to a worker or what it runs on; "cut" cuts it off `others`.
+        Returns what was hit, in words. Raises ValueError for a word that this stage does not have."""
+
+    def explain(self) -> str:
+        """What a person looks at first if something is waited for in vain."""
+        return ""
+
+    @property
+    def attempt(self) -> int:
+        return int(self.status.get("attempt") or 0)
+
+    def living_pods(self) -> list[Object]:
+        """Those that are not being deleted."""
+        return [pod for pod in self.pods() if not pod["metadata"].get("deletionTimestamp")]
+
+    def pod(self, worker: int) -> Object:
+        """The worker's newest pod."""
+        labelled = [(pod, pod["metadata"]["labels"].get(names.LABEL_WORKER)) for pod in self.pods()]
+        return max((pod for pod, label in labelled if label == str(worker)), key=_age)
+
+    def pod_of(self, worker: int) -> str:
+        return str(self.pod(worker)["metadata"]["name"])
+
+    def sidecar(self, worker: int = 1) -> Mapping[str, Any]:
+        """What the kubelet says of the worker's sidecar; empty: nothing yet."""
+        statuses = (self.pod(worker).get("status") or {}).get("initContainerStatuses") or ()
+        return next((each for each in statuses if each["name"] == names.SIDECAR_CONTAINER), {})
+
+    def wait(
+        self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float
+    ) -> Mapping[str, Any]:
+        """The first status of which `condition` holds. Raises GaveUp with how things stand."""
+
+        def look() -> tuple[Mapping[str, Any]] | None:
+            status = self.status
+            return (status,) if condition(status) else None
+
+        def described() -> str:
+            return f"{in_words(self.status)}\n{json.dumps(self.status, indent=1)}\n{self.explain()}"
+
+        return wait_for(look, seconds, what, described)[0]
+
+
+def _age(pod: Object) -> tuple[int, bool, str]:
+    """Larger for newer pods of a worker. Attached pods have no incarnation; of those the one that is not
+    being deleted is newer."""
+    metadata = pod["metadata"]
+    incarnation = int(metadata["labels"].get(names.LABEL_INCARNATION, 0))
+    return incarnation, "deletionTimestamp" not in metadata, metadata["creationTimestamp"]
+
+
+class LaptopStage(JobStage):
+    """One job in a LocalCluster."""
+
+    def __init__(self, cluster: LocalCluster, name: str) -> None:
+        self.cluster, self.name = cluster, name
+        self._undo: list[Callable[[], None]] = []
+
+    def get_job(self) -> Mapping[str, Any]:
+        return self.cluster.api.get(JOBS, NAMESPACE, self.name)
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        return self.get_job().get("status") or {}
+
+    def pods(self) -> list[Object]:
+        return self.cluster.pods(f"{names.LABEL_JOB}={self.name}")
+
+    def explain(self) -> str:
+        return self.cluster.explain()
+
+    def node_of(self, worker: int) -> str:
+        return str(self.pod(worker)["spec"]["nodeName"])
+
+    def rack_of(self, worker: int) -> str:
+        return self.racks()[self.node_of(worker)]
+
+    def racks(self) -> dict[str, str]:
+        """Rack of each node."""
+        return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
+
+    def reports(self) -> dict[int, Report]:
+        """What each worker's sidecar reports now; workers whose sidecar does not answer are left out."""
+        # The status carries counts only (a thousand ranks would not fit). The sidecars are asked here the way
+        # the operator asks: over HTTPS, with the job's own credentials.
+        secret = self.cluster.api.get(SECRETS, NAMESPACE, f"{self.name}-credentials")
+        credentials = parse_secret(dict(secret))
+        context = ssl.create_default_context(cadata=credentials.ca.decode())
+        signer = Signer("", credentials.operator_key)
+        found = {}
+        for pod in self.living_pods():
+            if address := (pod.get("status") or {}).get("podIP"):
+                shown = {
+                    "Authorization": f"Bearer {credentials.token}",
+                    signing.HEADER: signer.sign_pod(pod["metadata"]["uid"]),
+                }
+                if (report := _ask(address, context, shown)) is not None:
+                    found[report.worker] = report
+        return found
+
+    def restores(self, attempt: int) -> dict[int, RankRestore]:
+        """How each rank was restored in `attempt`; ranks whose sidecar does not answer are left out."""
+        current = [report for report in self.reports().values() if report.attempt == attempt]
+        return {rank.rank: rank for report in current for rank in report.restore.ranks}
+
+    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        """As `JobStage` has it. Call `undo` when the fault has been noticed, or its time is over.
+
+        The trainers have a network of their own, which no fault cuts.
+        """
+        faults, api = self.cluster.faults, self.cluster.api
+        pod = self.pod_of(worker)
+        hit = f"pod {pod} (worker {worker})"
+        match fault:
+            case "crash":
+                faults.kill_container_process(pod)
+                hit = f"training process of worker {worker} ({pod})"
+            case "out of memory":
+                faults.oom_kill_container(pod)
+            case "container":
+                faults.kill_container(pod, names.TRAINER_CONTAINER)
+            case "evict":
+                faults.drain_pod(pod)
+            case "delete" | "force delete":
+                api.delete(PODS, NAMESPACE, pod, grace=0 if fault == "force delete" else None)
+            case "node":
+                faults.kill_node(node := self.node_of(worker))
+                self._undo.append(partial(faults.revive_node, node))
+                hit = f"node {node} with worker {worker}"
+            case "rack":
+                nodes = faults.kill_rack(rack := self.rack_of(worker))
+                self._undo += [partial(faults.revive_node, node) for node in nodes]
+                hit = f"rack {rack}: nodes {', '.join(nodes)}"
+            case "every pod" | "delete every pod":
+                if fault == "every pod":
+                    faults.kill_all_pods()
+                else:
+                    faults.delete_pods(f"{names.LABEL_JOB}={self.name}")
+                hit = "all pods, with all memory"
+            case "cut" | "deaf":
+                away = [self.pod_of(other) for other in others] if fault == "cut" else []
+                faults.cut_links(pod, away, operator=True)
+                self._undo.append(faults.mend_links)
+            case "sidecar" | "all sidecars":
+                for each in (worker, *others) if fault == "all sidecars" else (worker,):
+                    faults.kill_container(self.pod_of(each), names.SIDECAR_CONTAINER)
+            case "kubelet":
+                faults.partition_node(node := self.node_of(worker))
+                self._undo.append(partial(faults.heal_node, node))
+            case "operator":
+                faults.kill_operator()
+            case "operator stopped":
+                faults.pause_operator()
+                self._undo.append(faults.resume_operator)
+            case _:
+                raise ValueError(f"no fault of this stage is called {fault}")
+        return hit
+
+    def undo(self) -> None:
+        """Ends all that does not end by itself."""
+        while self._undo:
+            with contextlib.suppress(NothingToHit, ProcessLookupError):
+                self._undo.pop()()
+
+    def protect_by_parity(self) -> str:
+        """Ask for one parity block for every two workers, instead of a copy of each."""
+        patch = {"spec": {"tiers": {"peer": {"copies": None, "parity": {"data": 2, "parity": 1}}}}}
+        self.cluster.api.patch(JOBS, NAMESPACE, self.name, patch)
+        return (
+            "from the next recovery on: parity over every two workers instead of copies, for half of "
+            "the memory"
+        )
+
+
+def _ask(address: str, context: ssl.SSLContext, headers: Mapping[str, str]) -> Report | None:
+    """The report of the sidecar at `address`; None if it does not answer."""
+    name = names.TLS_SERVER_NAME
+    with urllib3.HTTPSConnectionPool(
+        address, names.CONTROL_PORT, ssl_context=context, server_hostname=name, assert_hostname=name
+    ) as pool:
+        try:
+            answer = pool.request("GET", "/v1/report", headers=headers, timeout=3.0, retries=False)
+            return from_json(answer.data, Report) if answer.status == HTTPStatus.OK else None
+        except (HTTPError, OSError, Malformed):
+            return None
