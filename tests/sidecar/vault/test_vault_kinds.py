@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.sidecar.stations import image
-from tests.sidecar.vault.test_vault_bounds import LANE
+from tests.sidecar.vault.test_allocation import LANE
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence, cost
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
