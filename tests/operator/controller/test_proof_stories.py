@@ -251,8 +251,7 @@ async def test_credential_at_the_end_of_what_fits_an_event_is_not_shown_in_part(
 
 def back_again(prove_steps: int = 0) -> World:
     world = trained(workers=4, prove_steps=prove_steps, delta=DeltaMode.AUTO)
-    world.crash(1)
-    world.until("Running", attempt=2)
+    world.recovered(crash=1)
     return world
 
 
@@ -318,8 +317,7 @@ def test_nothing_was_comparable_once_every_worker_has_said_so() -> None:
 def test_next_resume_is_compared_anew_and_until_then_the_last_result_stands() -> None:
     world = back_again()
     compare(world, w2=UNLIKE)
-    world.crash(0)
-    world.until("Running", attempt=3)
+    world.recovered(3, crash=0)
     assert (world.status.last_recovery or {}).get("exact") is None
     assert world.status.condition(conditions.EXACT) is not None
     assert world.status.holds(conditions.EXACT) is False
@@ -349,8 +347,7 @@ def test_difference_is_one_event_and_every_result_is_counted_once() -> None:
 
 def test_start_from_scratch_has_nothing_to_compare() -> None:
     world = trained(0, workers=4)
-    world.crash(1)
-    world.until("Running", attempt=2)
+    world.recovered(crash=1)
     assert (world.status.last_recovery or {"step": 0})["step"] == 0
     if world.status.last_recovery:
         assert exact_of(compare(world, w0=SAME)) == (None, "no condition")
@@ -410,8 +407,7 @@ class Listening(World):
 def test_each_directive_follows_what_the_sidecar_has_said_whoever_leads() -> None:
     world = Listening()
     world.until("Running")
-    world.crash(1)
-    world.recovered()
+    world.recovered(crash=1)
     world.evict(world.member(2))
     world.forget()  # the operator was started again
     world.recovered(attempt=3)

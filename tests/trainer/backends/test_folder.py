@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.crash_disk import CrashDisk
 from tests.descriptors import open_descriptors
-from tests.trainer.small_runs import Run, adamw, same_bits
+from tests.trainer.small_runs import Run, adamw, same_bits, saved_run
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backends.backend import RestoreError
@@ -41,9 +41,7 @@ def found(folder: Path, rank: int = 0, world: int = 1) -> int | None:
 
 
 def test_corrupt_file_makes_it_fall_back_to_the_version_before(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(4)
-    run.checkpointer.close()
+    saved_run(tmp_path, 4)
     newest = tmp_path / "rank-0-of-1" / "000000000004-0.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
@@ -309,9 +307,7 @@ def test_reader_leaves_no_open_file_behind(tmp_path: Path) -> None:
 def test_checkpoint_cut_off_before_the_load_leaves_the_model_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(2)
-    run.checkpointer.close()
+    saved_run(tmp_path, 2)
     again = Run(adamw, tmp_path, seed=99)
     before = again.state()
     load_all = restoring.load_all

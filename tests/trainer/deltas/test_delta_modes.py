@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Build, Script, loop, started, survives, train, trained
+from tests.trainer.deltas.replaying import (
+    Build,
+    Script,
+    by_closure,
+    loop,
+    mean_square,
+    started,
+    survives,
+    train,
+    trained,
+)
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas.encoding import (
@@ -87,24 +98,10 @@ def script(make: type[Optimizer], closure: bool = False) -> Build:
     def build() -> Script:
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
         optimizer = make(model.parameters())
-
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.randn(5, 6)).square().mean()
-            loss.backward()
-            return loss
-
-        def update() -> Tensor:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                return optimizer.step(evaluate)
-            loss = evaluate()
-            if closure:
-                optimizer.step(lambda: loss)
-            else:
-                optimizer.step()
-            return loss
-
-        return Script(model, [optimizer], update)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return by_closure(model, optimizer, mean_square(5, 6))
+        step = partial(optimizer.step, lambda: torch.zeros(())) if closure else None
+        return loop(model, optimizer, loss_of=mean_square(5, 6), step=step)
 
     return build
 

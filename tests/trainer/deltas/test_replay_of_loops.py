@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.lives import Lives
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Script, loop, mean_square, survives
+from tests.trainer.deltas.replaying import Script, by_closure, loop, mean_square, survives
 from tests.trainer.restore.test_bitwise_restore import OPTIMIZERS
 from tests.trainer.small_runs import MakeOptimizer, Run, same_bits
 from tests.trainer.torch_limits import FSDP2_ON_CPUS, shards_by_fsdp2
@@ -125,15 +125,7 @@ def channels_last() -> Script:
 
 def closure() -> Script:
     model = small_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return Script(model, [optimizer], lambda: optimizer.step(evaluate))
+    return by_closure(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss_of)
 
 
 def sparse_gradients() -> Script:
@@ -189,22 +181,19 @@ def test_updates_skipped_by_the_gradient_scaler_are_replayed_as_such(
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        position = {"step": 0}
 
-        def update() -> Tensor:
-            position["step"] += 1
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            scaler.scale(loss).backward()
-            if position["step"] in (6, 8):
+        def between(step: int) -> None:
+            if step in (6, 8):
                 model[0].weight.grad[0, 0] = float("inf")
+
+        def step() -> None:
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
             skipped.append(scaler.get_scale() < before)
-            return loss
 
-        return Script(model, [optimizer], update, {"scaler": scaler, "position": position})
+        scaled = lambda model: scaler.scale(loss_of(model))  # noqa: E731
+        return loop(model, optimizer, between=between, step=step, loss_of=scaled, scaler=scaler)
 
     survives(delta_sidecar, build)
     assert skipped.count(True) == 2
@@ -334,7 +323,7 @@ def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
     for pieces in held.values():
         cover(Box.whole(pieces[0][1].shape), pieces)
     if kind != "pipeline":  # each stage has layers of its own, as plain tensors
-        assert len(held) == 8 + 3 * 8
+        assert len(held) == 10 + 3 * 10
     stored = sum(tensor.nbytes for slot in slots for tensor in slot.tensors().values())
     once = sum(4 * math.prod(pieces[0][1].shape) for pieces in held.values())
     assert stored <= 1.1 * once or kind == "pipeline"

@@ -19,7 +19,16 @@ from torch.optim import Optimizer
 
 from tests.examples import examples
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Build, Script, started, train, trained
+from tests.trainer.deltas.replaying import (
+    Build,
+    Script,
+    by_closure,
+    loop,
+    mean_square,
+    started,
+    train,
+    trained,
+)
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import clones, probe
@@ -46,12 +55,8 @@ def script(
 
     def build() -> Script:
         model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 3))
-        optimizer = make(model.parameters())
 
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(torch.randn(5, 6)).square().mean()
-            loss.backward()
+        def into_bucket(_: int) -> None:
             bucket = torch.empty(1 + sum(p.numel() for p in model.parameters()))
             at = 1
             for parameter in model.parameters():
@@ -59,16 +64,10 @@ def script(
                 view = bucket[at : at + parameter.numel()].view(parameter.shape)
                 at += parameter.numel()
                 parameter.grad = view.copy_(parameter.grad)
-            return loss
 
-        def update() -> Tensor:
-            if closure:
-                return optimizer.step(evaluate)  # type: ignore[return-value, arg-type]
-            loss = evaluate()
-            optimizer.step()
-            return loss
-
-        return Script(model, [optimizer], update)
+        way: Any = by_closure if closure else loop
+        made: Script = way(model, make(model.parameters()), between=into_bucket, loss_of=mean_square(5, 6))
+        return made
 
     return build
 

@@ -21,7 +21,7 @@ from tiercheck import Checkpointer
 from tiercheck.trainer.replicas.equality import Looked, are_unequal, were_saved_whole
 from tiercheck_cli.commands import app
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("replica_runs.py")
 RUNS = {
     "drifting": "drift:8:2:local:2",
     "drifted, again": "drift:8:2:local:2",
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(lives: Lives, folder: Path) -> Runs:
     """What each rank of each run said."""
-    argv = [HERE / "drifting_script.py", folder, *RUNS.values()]
+    argv = [SCRIPT, "drift", folder, *RUNS.values()]
     lines = [line for rank in lives.run([], argv, ranks=2) for line in rank]
     return {name: [line for line in lines if line["run"] == number] for number, name in enumerate(RUNS)}
 
@@ -134,7 +134,7 @@ def test_whole_copies_of_replicas_are_told_from_a_state_without_replicas() -> No
 
 def run(lives: Lives, folder: Path, kind: str, ranks: int, steps: int) -> list[dict[str, Any]]:
     """What each rank ended with."""
-    argv = [HERE / "rank_scripts.py", folder, kind, steps]
+    argv = [SCRIPT, folder, kind, steps]
     return [line for (line,) in lives.run([], argv, ranks=ranks)]
 
 
@@ -201,7 +201,7 @@ pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for a
 @pytest.fixture(scope="module")
 def said(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    argv = [HERE / "bucket_runs.py", tmp_path_factory.mktemp("buckets"), *IN_BUCKETS, *TOLD]
+    argv = [SCRIPT, "buckets", tmp_path_factory.mktemp("buckets"), *IN_BUCKETS, *TOLD]
     return [line for (line,) in lives.run([], argv, ranks=5)]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lives import Lives, Said
+from tests.trainer.deltas.replaying import Script, loop, mean_square, survives_from_a_snapshot
 from tests.trainer.restore.exact_lives import (
     KILLED,
     LIVES,
@@ -19,7 +20,7 @@ from tests.trainer.restore.exact_lives import (
     descend,
     net,
 )
-from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits
+from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits, saved_run
 from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
@@ -111,29 +112,14 @@ def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_and_a_frozen_parameter(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    def build() -> Script:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].requires_grad_(False)
-        return model, [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5), adamw(model[2])]
+        optimizers = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5), adamw(model[2])
+        return loop(model, *optimizers, loss_of=mean_square(2, 4))
 
-    def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], checkpointer: Checkpointer) -> None:
-        model(torch.ones(2, 4)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        checkpointer.step()
-
-    model, optimizers = build()
-    with Checkpointer(model, optimizers, folder=tmp_path, every=2) as checkpointer:
-        update(model, optimizers, checkpointer)
-        update(model, optimizers, checkpointer)
-    again, optimizers_again = build()
-    with Checkpointer(again, optimizers_again, folder=tmp_path, every=100) as checkpointer_again:
-        assert checkpointer_again.restore() == 2
-        same_bits(again.state_dict(), model.state_dict())
-        for one, other in ((model, optimizers), (again, optimizers_again)):
-            update(one, other, checkpointer_again)
-    same_bits(again.state_dict(), model.state_dict())
+    whole, again = survives_from_a_snapshot(build, tmp_path)
+    same_bits(again.tensors(), whole.tensors())
 
 
 def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tmp_path: Path) -> None:
@@ -160,9 +146,7 @@ def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tm
 
 
 def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     other = nn.Linear(3, 3)
     before = other.weight.detach().clone()
     checkpointer = Checkpointer(other, adamw(other), folder=tmp_path)
@@ -172,9 +156,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path:
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     other = Run(OPTIMIZERS["sgd"], tmp_path)
     with pytest.raises(DifferentState, match="AdamW"):
         other.checkpointer.restore()
@@ -199,9 +181,7 @@ def test_state_that_outgrows_its_place_is_still_saved(tmp_path: Path) -> None:
 
 
 def test_missing_user_state_is_named(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     again = Run(adamw, tmp_path)
     again.checkpointer._trained.state = {"sampler": {}}
     with pytest.raises((KeyError, RestoreError), match="sampler"):

@@ -279,18 +279,16 @@ def beside(moved: Callable[[nn.Module], Tensor], when: Callable[[int], bool]) ->
         model["target"].register_buffer("codes", torch.zeros(WIDTH, WIDTH))
         optimizer = torch.optim.AdamW(model["online"].parameters(), lr=1e-2)
 
-        def update() -> Tensor:
-            optimizer.zero_grad()
+        def difference(model: Any) -> Tensor:
             batch = torch.randn(4, WIDTH)
             wanted = model["target"](batch) + batch @ model["target"].codes
-            loss: Tensor = (model["online"](batch) - wanted.detach()).square().mean()
-            loss.backward()
-            optimizer.step()
-            if when(int(optimizer.state[model["online"].weight]["step"])):
-                moved(model["target"]).data.add_(model["online"].weight.data, alpha=0.1)
-            return loss
+            return (model["online"](batch) - wanted.detach()).square().mean()
 
-        return Script(model, [optimizer], update)
+        def after(step: int) -> None:
+            if when(step):
+                moved(model["target"]).data.add_(model["online"].weight.data, alpha=0.1)
+
+        return loop(model, optimizer, loss_of=difference, after=after)
 
     return build
 
