@@ -886,8 +886,11 @@ class World:
         self.train(steps)
         return self
 
-    def recovered(self, attempt: int = 2, limit: int = 200) -> dict[str, Any]:
-        """Tick until training goes on in that attempt; `status.lastRecovery` then."""
+    def recovered(self, attempt: int = 2, limit: int = 200, crash: int | None = None) -> dict[str, Any]:
+        """Tick until training goes on in that attempt; `status.lastRecovery` then. `crash`: the worker whose
+        command ends first."""
+        if crash is not None:
+            self.crash(crash)
         self.tick()
         self.until("Running", limit, attempt)
         return self.summary
