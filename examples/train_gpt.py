@@ -190,25 +190,27 @@ def main() -> None:
         every=args.every,
         folder=args.folder,
     ) as checkpointer:
-        for step in range(checkpointer.restore() + 1, args.steps + 1):
-            tokens, targets = (part.to(device) for part in batches.next())
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            mean = mean_over_ranks(loss.detach(), ranks)
-            if rank == 0:  # before the step is kept: what is restored was printed, whenever the process dies
-                say(
-                    step=step,
-                    loss=mean,
-                    loss_hex=mean.hex(),
-                    attempt=checkpointer.attempt,
-                    rank=0,
-                    time=time.time(),
-                )
-            checkpointer.step(mean)
+        for step in checkpointer.steps(args.steps):
+            with step:  # if another rank is lost, this process stays, and makes the step again
+                tokens, targets = (part.to(device) for part in batches.next())
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                mean = mean_over_ranks(loss.detach(), ranks)
+                # Before the step is kept: what is restored was printed, whenever the process dies.
+                if rank == 0:
+                    say(
+                        step=step + 1,
+                        loss=mean,
+                        loss_hex=mean.hex(),
+                        attempt=checkpointer.attempt,
+                        rank=0,
+                        time=time.time(),
+                    )
+                checkpointer.step(mean)
         combined = digest(model, ranks)
         if rank == 0:
             say(digest=combined, steps=checkpointer.step_number)

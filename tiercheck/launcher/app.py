@@ -24,7 +24,7 @@ from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import CGROUP, OutOfMemory, RelayedOutput, dump_stacks
 from tiercheck.launcher.environment import RunningCheck, command_environment, seconds_of, torch_missing
 from tiercheck.launcher.sidecar_line import SidecarLine
-from tiercheck.launcher.training_command import CannotStart, TrainingCommand
+from tiercheck.launcher.training_command import CannotExecute, TrainingCommand
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import HealthCheck, Phase
@@ -395,7 +395,7 @@ class Launcher:
         """False: it cannot be executed, as is reported."""
         try:
             start()
-        except CannotStart as cannot:
+        except CannotExecute as cannot:
             self._tell(_cannot_start(order.attempt, "the trainer container", cannot.program, cannot.error))
             return False
         return True

@@ -19,7 +19,7 @@ from tiercheck.protocol.local import Order
 from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 
 
-class CannotStart(Exception):
+class CannotExecute(Exception):
     """The command cannot be executed; has the program and the OSError."""
 
     def __init__(self, program: str, error: OSError) -> None:
@@ -53,7 +53,7 @@ class TrainingCommand:
         return [order.worker * size + each for each in ([local] if self._makes_ranks else range(size))]
 
     def start_missing(self, order: Order) -> None:
-        """Start what does not run, the first in the interpreter that is warm. Raises CannotStart."""
+        """Start what does not run, the first in the interpreter that is warm. Raises CannotExecute."""
         for local in self.places(order):
             if local in self.running:
                 continue
@@ -63,13 +63,13 @@ class TrainingCommand:
                 self.start(order, local)
 
     def start(self, order: Order, local: int) -> None:
-        """Start one process with a new interpreter. Raises CannotStart."""
+        """Start one process with a new interpreter. Raises CannotExecute."""
         self.running.pop(local, None)
         try:
             environment = self._environment_of(order, local)
             self.running[local] = processes.start(self._each, environment, errors=self.errors.writing)
         except OSError as error:
-            raise CannotStart(self._each[0], error) from error
+            raise CannotExecute(self._each[0], error) from error
 
     def _environment_of(self, order: Order, local: int) -> dict[str, str]:
         return command_environment(self.environment, order, local if self._makes_ranks else None)

@@ -1,4 +1,4 @@
-"""Runs the demo: a job on one machine, hit by six failures, beside a run that was not.
+"""Runs the demo: a job on one machine, hit by six failures, twice, beside a run that was not.
 
 `make demo`
 """
@@ -18,9 +18,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import FAILURES, NAME, WORKERS, ObjectStore, credentials, job
+from tiercheck_local.demo.job import FAILURES, PLAYS, WORKERS, ObjectStore, Play, credentials, job
 from tiercheck_local.demo.record import (
+    Digest,
+    FaultRecord,
     RunRecord,
+    Step,
     TrainingLog,
     add_resumes,
     compare,
@@ -31,7 +34,8 @@ from tiercheck_local.demo.report import faults_table, verdict_line, write_report
 from tiercheck_local.demo.scenario import Live, Story
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.running import GaveUp
-from tiercheck_local.stage import LaptopStage
+from tiercheck_local.stage import NAMESPACE, LaptopStage
+from tiercheck_operator.kubernetes.api_server import JOBS
 
 ROOT = Path(__file__).resolve().parents[3]
 BUCKET = "demo-checkpoints"
@@ -78,20 +82,29 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     ):
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
-        stage = LaptopStage(cluster, NAME)
-        log = TrainingLog(cluster.logs, f"{NAME}-0-*/trainer.log")
         cluster.apply(credentials())
-        cluster.apply(job(command, store.endpoint, store.bucket))
-        with Live(console, STEPS, log) as live:
-            record = _tell(stage, log, live, started, [sys.executable, *command[1:]])
-        _show(console, record, report)
+        reference: Reference | None = None
+        records = []
+        for play in PLAYS:
+            console.print(
+                f"[bold]{play.title}[/] after a failure (spec.recovery.inProcess: {play.in_process})"
+            )
+            cluster.apply(job(play, command, store.endpoint, store.bucket))
+            stage = LaptopStage(cluster, play.name)
+            log = TrainingLog(cluster.logs, f"{play.name}-0-*/trainer.log")
+            with Live(console, STEPS, log) as live:
+                faults = _tell(stage, log, live)
+                reference = reference or _train_unhurt(live, [sys.executable, *command[1:]])
+            records.append(_record(play, stage, log, faults, reference, started=started))
+            cluster.api.delete(JOBS, NAMESPACE, play.name)
+        _show(console, records, report)
         console.print(f"logs: {cluster.logs}", highlight=False, soft_wrap=True)
         if keep:
             _explore(console, cluster)
-    return 0 if record.verdict.equal else 1
+    return 0 if all(record.verdict.equal for record in records) else 1
 
 
-def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
+def _tell(stage: LaptopStage, log: TrainingLog, live: Live) -> list[FaultRecord]:
     story = Story(stage, log, WORKERS, live)
     faults = []
     for number, failure in enumerate(FAILURES):
@@ -99,16 +112,36 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         faults.append(fault)
         live.say(
             f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} "
-            "steps lost: "
+            f"steps lost, {fault.restarted} of {WORKERS} processes new: "
             + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
         )
     story.finish()
-    faults = with_resumes(faults, story.ended)
-    live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
-    reference, digest = run_uninterrupted(
+    live.say("  ✓ the job is complete")
+    return with_resumes(faults, story.ended)
+
+
+Reference = tuple[list[Step], Digest | None]
+
+
+def _train_unhurt(live: Live, command: list[str]) -> Reference:
+    live.say("  now the same training without any failure, to compare ...")
+    return run_uninterrupted(
         command, WORKERS, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
+
+
+def _record(
+    play: Play,
+    stage: LaptopStage,
+    log: TrainingLog,
+    faults: list[FaultRecord],
+    reference: Reference,
+    *,
+    started: float,
+) -> RunRecord:
+    verdict = compare(log.steps, log.digest, *reference)
     return RunRecord(
+        title=play.title,
         machine=(
             f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
             f"{platform.python_version()}"
@@ -118,19 +151,20 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         nodes=stage.racks(),
         steps=log.steps,
         faults=faults,
-        reference=reference,
+        reference=reference[0],
         digest=log.digest,
-        reference_digest=digest,
-        verdict=add_resumes(compare(log.steps, log.digest, reference, digest), faults),
+        reference_digest=reference[1],
+        verdict=add_resumes(verdict, faults),
     )
 
 
-def _show(console: Console, record: RunRecord, folder: Path) -> None:
-    written = write_report(record, folder)
-    console.print(faults_table(record))
-    console.print(verdict_line(record))
+def _show(console: Console, records: list[RunRecord], folder: Path) -> None:
+    written = write_report(records, folder)
+    for record in records:
+        console.print(faults_table(record))
+        console.print(verdict_line(record))
     console.print(f"report: {written}", highlight=False, soft_wrap=True)
-    console.print(f"took {record.ended - record.started:.0f} s", highlight=False)
+    console.print(f"took {records[-1].ended - records[0].started:.0f} s", highlight=False)
 
 
 def _explore(console: Console, cluster: LocalCluster) -> None:

@@ -67,7 +67,6 @@ class ObjectStore:
         return False
 
 
-NAME = "gpt"
 WORKERS = 4
 CREDENTIALS = "demo-s3-credentials"
 
@@ -101,17 +100,32 @@ def job_manifest(name: str, workers: int, pod: Object, tiers: Object, **spec: An
     }
 
 
-def job(command: list[str], endpoint: str, bucket: str) -> Object:
+@dataclass(frozen=True)
+class Play:
+    """The story, told once: the job's name, and `spec.recovery.inProcess`."""
+
+    name: str
+    title: str
+    in_process: str
+
+
+PLAYS = (
+    Play("gpt", "every process starts anew", "Never"),
+    Play("gpt-stays", "the other processes stay", "Auto"),
+)
+
+
+def job(play: Play, command: list[str], endpoint: str, bucket: str) -> Object:
     """The TierCheckJob: four workers, a delta of every step, one copy in another rack, S3 behind them."""
     container = {"name": "trainer", "image": "example-trainer", "command": command}
-    s3 = in_bucket(bucket, endpoint, "checkpoints")
+    s3 = in_bucket(bucket, endpoint, play.name)
     tiers = {
         "local": {"sizeLimit": "512Mi"},
         "peer": {"copies": 1, "spread": {"level": "rack", "mode": "Preferred"}},
         "remote": {"s3": s3, "everySteps": REMOTE_EVERY, "keep": 3},
     }
     return job_manifest(
-        NAME,
+        play.name,
         WORKERS,
         {"terminationGracePeriodSeconds": 5, "containers": [container]},
         tiers,
@@ -122,6 +136,7 @@ def job(command: list[str], endpoint: str, bucket: str) -> Object:
             ]
         },
         restore={"proveSteps": 1},
+        recovery={"inProcess": play.in_process},
         failurePolicy={"maxRestarts": 5},
     )
 

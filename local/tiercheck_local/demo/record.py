@@ -238,6 +238,8 @@ class FaultRecord:
     """When the first step of the new attempt ended."""
     attempt: int
     """The attempt that this recovery led to."""
+    restarted: int
+    """How many processes were started anew."""
     restored_step: int
     lost_steps: int
     tiers: Mapping[str, int]
@@ -276,6 +278,7 @@ class FaultRecord:
 class RunRecord:
     """A whole run and the uninterrupted run that it is compared with."""
 
+    title: str
     machine: str
     """What it ran on, in words."""
     started: float

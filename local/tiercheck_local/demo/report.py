@@ -55,7 +55,7 @@ _GUIDE = {
     "at the end. One lost or repeated batch would show.",
     "Back from": "How many ranks came back from which tier: local (own memory) survives a crashed process; "
     "peer, and parity rebuilt from what peers hold, the loss of pods, nodes and racks; remote (the store) "
-    "the loss of everything.",
+    "the loss of everything. New: processes that were started anew; the others were never ended.",
     "Steps lost": "Steps that were done before the failure and had to be done again.",
     "Resume": "Proven: the steps trained again gave bit for bit what the ranks had written down before.",
     "Detect, restore, next step": "From the failure until the operator acted; until every rank held the same "
@@ -63,13 +63,12 @@ _GUIDE = {
 }
 
 
-def write_report(record: RunRecord, folder: Path) -> Path:
+def write_report(records: Sequence[RunRecord], folder: Path) -> Path:
     """Writes run.json and index.html into `folder` (made if need be); the page's path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(
-        json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8"
-    )
-    (folder / "index.html").write_text(page(record), encoding="utf-8")
+    found = [dataclasses.asdict(record) for record in records]
+    (folder / "run.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / "index.html").write_text(page(records), encoding="utf-8")
     return folder / "index.html"
 
 
@@ -79,7 +78,7 @@ def rows(faults: Sequence[FaultRecord]) -> list[tuple[str, ...]]:
         (
             str(number),
             f"{fault.what}\n{fault.target}".rstrip(),
-            count_ranks(fault.tiers).replace(", ", "\n"),
+            f"{count_ranks(fault.tiers)}, {fault.restarted} new".replace(", ", "\n"),
             str(fault.restored_step),
             str(fault.lost_steps),
             EXACT_WORDS.get(fault.exact, "-"),
@@ -94,13 +93,20 @@ def faults_table(record: RunRecord) -> Table:
     """What failed, where the ranks came back from, and what it cost."""
     # Text, not markup: a name in square brackets must be shown, not interpreted.
     lines = [[Text(cell) for cell in row] for row in rows(record.faults)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=True)
+    table = Table(
+        title=record.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_lines=True,
+    )
     for index, heading in enumerate(HEADINGS):
         if index == 1:
             table.add_column(heading, ratio=1, min_width=10)
         else:
             width = max((part.cell_len for line in lines for part in line[index].split("\n")), default=0)
-            table.add_column(heading, justify="left" if index == 2 else "right", min_width=width)
+            table.add_column(heading, justify="left" if heading == "Back from" else "right", min_width=width)
     for line in lines:
         table.add_row(*line)
     return table
@@ -112,16 +118,31 @@ def verdict_line(record: RunRecord) -> Text:
     return Text.assemble((mark, style), "  ", record.verdict.sentence)
 
 
-def page(record: RunRecord) -> str:
-    """The whole page. Every value from the record is escaped."""
-    verdict, kind = ("Bitwise equal", "") if record.verdict.equal else ("Not equal", " bad")
-    title = f"TierCheck demo: one job, {plural(len(record.faults), 'failure')}"
-    racks = len(set(record.nodes.values()))
-    started = datetime.fromtimestamp(record.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
+def page(records: Sequence[RunRecord]) -> str:
+    """The whole page. Every value from the records is escaped."""
+    first = records[0]
+    equal = "Bitwise equal" if all(record.verdict.equal for record in records) else "Not equal"
+    title = f"TierCheck demo: one job, {plural(len(first.faults), 'failure')}"
+    racks = len(set(first.nodes.values()))
+    started = datetime.fromtimestamp(first.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = (
-        f"{plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}, {record.machine}, {started}, "
-        f"{short(record.ended - record.started)} in all"
+        f"{plural(len(first.nodes), 'node')} in {plural(racks, 'rack')}, {first.machine}, {started}, "
+        f"{short(records[-1].ended - first.started)} in all"
     )
+    guide = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GUIDE.items())
+    return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{equal}: {title}</title><style>{_STYLE}</style></head><body>
+<h1>{title}</h1><p>{_html(where)}</p>
+{"".join(map(_section, records))}
+<h2>How to read this page</h2><dl>{guide}</dl><p>All numbers are in run.json beside this page.</p>
+</body></html>
+"""
+
+
+def _section(record: RunRecord) -> str:
+    """One run: what failed, the figure, the digests."""
+    verdict, kind = ("Bitwise equal", "") if record.verdict.equal else ("Not equal", " bad")
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in HEADINGS)
     names = [heading.replace("\n", " ") for heading in HEADINGS]
     body = "".join(
@@ -137,21 +158,12 @@ def page(record: RunRecord) -> str:
         f"<dt>{whose}</dt><dd><code>{escape(found.value if found else 'none')}</code></dd>"
         for whose, found in (("This run", record.digest), ("Uninterrupted run", record.reference_digest))
     )
-    guide = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GUIDE.items())
-    return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{verdict}: {title}</title><style>{_STYLE}</style></head><body>
-<h1>{title}</h1><p>{_html(where)}</p>
+    return f"""<h2>{_html(record.title)}</h2>
 <p class="verdict{kind}"><b>{verdict}</b><br>{_html(record.verdict.sentence)}</p>
-<h2>What failed, and what it cost</h2>
 <table class="rows"><caption>Each failure was injected into the running job. Nobody helped: the operator
 brought the job back.</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
-<h2>The loss, and how long each recovery took</h2>
 <div class="wide" role="region" aria-label="The figure" tabindex="0">{figure(record)}</div>
-<h2>How to read this page</h2><dl>{guide}</dl>
-<h2>Digests of the final parameters</h2><dl>{digests}</dl><p>All numbers are in run.json beside this page.</p>
-</body></html>
-"""
+<h3>Digests of the final parameters</h3><dl>{digests}</dl>"""
 
 
 def _html(text: str) -> str:

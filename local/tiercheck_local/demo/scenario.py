@@ -177,6 +177,7 @@ class Story:
             restored_at=parse_time(under_way.get("restoredAt")) or resumed_at,
             resumed_at=resumed_at,
             attempt=attempt,
+            restarted=int(finished.get("restarted", 0)),
             restored_step=restored_step,
             lost_steps=max(
                 0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step

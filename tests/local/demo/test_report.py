@@ -85,12 +85,13 @@ def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
                 FaultRecord(
                     name, what, target, injected, injected + detect, injected + detect + restore,
                     now + step_seconds,
-                    attempt, step, lost, dict(tiers), list(sources),
+                    attempt, 4, step, lost, dict(tiers), list(sources),
                     reason=f"step {step} is the newest version that every rank can rebuild",
                     exact="NotComparable" if "remote" in tiers else "Proven",
                 )
             )  # fmt: skip
     return RunRecord(
+        title="every process starts anew",
         machine="2 cores, 24 GB, Linux",
         started=started,
         ended=now + 2.5,
@@ -161,7 +162,7 @@ def test_durations_of_a_fault_add_up_to_its_total() -> None:
 
 
 def test_clock_that_is_slightly_behind_gives_no_negative_duration() -> None:
-    fault = FaultRecord("node", "a node dies", "n", 100.0, 99.9, 101.0, 103.0, 2, 5, 1, {})
+    fault = FaultRecord("node", "a node dies", "n", 100.0, 99.9, 101.0, 103.0, 2, 4, 5, 1, {})
     assert (fault.detect_seconds, fault.restore_seconds, fault.start_seconds) == (0.0, 1.0, 2.0)
     assert fault.total_seconds == 3.0
 
@@ -188,16 +189,16 @@ def test_sources_are_named_nearest_first() -> None:
 
 
 def test_page_parses_and_loads_nothing_from_anywhere() -> None:
-    reader = read(page(made_up_run()))
+    reader = read(page([made_up_run()]))
     assert reader.tags.count("svg") == 1
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
     assert reader.addresses == []
-    assert not re.search(r"url\((?!#)|xlink:href=\"(?!#)|@import", page(made_up_run()))
+    assert not re.search(r"url\((?!#)|xlink:href=\"(?!#)|@import", page([made_up_run()]))
 
 
 def test_page_shows_every_value_of_every_fault() -> None:
     record = made_up_run()
-    reader = read(page(record))
+    reader = read(page([record]))
     words = " ".join(" ".join(reader.texts).split())
     for row, fault in zip(rows(record.faults), record.faults, strict=True):
         for cell in (" ".join(" ".join(row).split()), fault.name):
@@ -239,7 +240,7 @@ def poisoned(value: Any, *, numbers: bool) -> Any:
 
 @pytest.mark.parametrize("numbers", [False, True])
 def test_whatever_a_record_says_is_escaped_everywhere(numbers: bool) -> None:
-    html = page(poisoned(made_up_run(), numbers=numbers))
+    html = page([poisoned(made_up_run(), numbers=numbers)])
     assert "<script" not in html
     assert "script" not in read(html).tags
     assert NASTY in " ".join(read(html).texts)
@@ -247,7 +248,7 @@ def test_whatever_a_record_says_is_escaped_everywhere(numbers: bool) -> None:
 
 def test_unequal_run_is_said_first_and_in_words() -> None:
     record = dataclasses.replace(made_up_run(), verdict=RunVerdict(False, "the loss of step 41 differs"))
-    html = page(record)
+    html = page([record])
     assert "Not equal" in html
     assert "Bitwise equal</b>" not in html
     assert "loss of step 41" in html
@@ -256,10 +257,10 @@ def test_unequal_run_is_said_first_and_in_words() -> None:
 
 def test_the_folder_holds_the_page_and_all_numbers(tmp_path: Path) -> None:
     record = made_up_run()
-    written = write_report(record, tmp_path / "out")
+    written = write_report([record], tmp_path / "out")
     assert written.name == "index.html"
-    assert written.read_text() == page(record)
-    told = json.loads((written.parent / "run.json").read_text())
+    assert written.read_text() == page([record])
+    (told,) = json.loads((written.parent / "run.json").read_text())
     assert [fault["exact"] for fault in told["faults"]] == [fault.exact for fault in record.faults]
     assert told["steps"][0]["loss_hex"] == record.steps[0].loss_hex
 
@@ -269,7 +270,7 @@ def test_run_that_ended_early_still_gets_its_report() -> None:
     record = dataclasses.replace(
         made_up_run(), steps=[], faults=[], reference=[], digest=None, nodes={}, verdict=verdict
     )
-    read(page(record))
+    read(page([record]))
     assert "the job failed" in in_terminal(record, 80)
 
 
@@ -294,7 +295,7 @@ def test_name_in_square_brackets_is_shown_and_not_interpreted() -> None:
 
 
 def test_page_fits_a_phone_and_its_wide_parts_scroll_by_keyboard() -> None:
-    html = page(made_up_run())
+    html = page([made_up_run()])
     assert '<meta name="viewport" content="width=device-width' in html
     assert re.search(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0"><svg', html)
     assert html.count('<th scope="col">') == html.count("<th ") == len(HEADINGS)
@@ -359,7 +360,7 @@ def test_only_our_lines_are_read() -> None:
 def test_one_resume_that_differs_is_no_equality_and_the_verdict_says_which() -> None:
     verdict = compare(REFERENCE, DIGEST, REFERENCE, DIGEST)
     faults = [
-        FaultRecord("node", "a node dies", "n", 1.0, 2.0, 3.0, 4.0, number, 5, 1, {}) for number in (2, 3)
+        FaultRecord("node", "a node dies", "n", 1.0, 2.0, 3.0, 4.0, number, 4, 5, 1, {}) for number in (2, 3)
     ]
     proven = {"exact": "Proven", "exactMessage": "1 step"}
     told = with_resumes(faults, {2: proven, 3: {}})
