@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +29,7 @@ from tiercheck_cli.terminal import (
     write,
 )
 from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.spelling import As, At, read_as
 from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
@@ -37,25 +38,29 @@ TIERS = ("local", "peer", "remote")
 """Nearest first."""
 
 
+def _read_tiers(raw: Mapping[str, Any]) -> dict[str, int]:
+    return {tier: int(raw.get(tier) or 0) for tier in TIERS}
+
+
 @dataclass(frozen=True)
 class PastRecovery:
     """One that has ended. Seconds are durations; `ended` is unix seconds."""
 
-    attempt: int
-    cause: str
-    message: str
-    reason: str
-    step: int
+    attempt: int = 0
+    cause: str = "Unknown"
+    message: str = ""
+    reason: str = ""
+    step: int = 0
     """0: from scratch."""
-    lost_steps: int
-    tiers: Mapping[str, int]
+    lost_steps: int = 0
+    tiers: Annotated[Mapping[str, int], As(_read_tiers)] = field(default_factory=lambda: _read_tiers({}))
     """Ranks by where their state came from."""
-    deltas: int
-    rebuilt: int
-    detect: float
-    restore: float
-    total: float
-    ended: float | None
+    deltas: int = 0
+    rebuilt: int = 0
+    detect: Annotated[float, At("detectSeconds")] = 0.0
+    restore: Annotated[float, At("restoreSeconds")] = 0.0
+    total: Annotated[float, At("totalSeconds")] = 0.0
+    ended: Annotated[float | None, At("time"), As(parse_time)] = None
     exact: str = ""
     """Whether the steps trained again gave the same bits, as the status has it; empty: not known."""
     exact_message: str = ""
@@ -86,27 +91,7 @@ def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
     last = status.get("lastRecovery")
     if last and not any(entry.get("attempt") == last.get("attempt") for entry in told):
         told.append(last)
-    return tuple(sorted((_read(entry) for entry in told), key=lambda entry: -entry.attempt))
-
-
-def _read(raw: Mapping[str, Any]) -> PastRecovery:
-    return PastRecovery(
-        attempt=int(raw.get("attempt") or 0),
-        cause=str(raw.get("cause") or "Unknown"),
-        message=str(raw.get("message") or ""),
-        reason=str(raw.get("reason") or ""),
-        step=int(raw.get("step") or 0),
-        lost_steps=int(raw.get("lostSteps") or 0),
-        tiers={tier: int((raw.get("tiers") or {}).get(tier) or 0) for tier in TIERS},
-        deltas=int(raw.get("deltas") or 0),
-        rebuilt=int(raw.get("rebuilt") or 0),
-        detect=float(raw.get("detectSeconds") or 0.0),
-        restore=float(raw.get("restoreSeconds") or 0.0),
-        total=float(raw.get("totalSeconds") or 0.0),
-        ended=parse_time(raw.get("time")),
-        exact=str(raw.get("exact") or ""),
-        exact_message=str(raw.get("exactMessage") or ""),
-    )
+    return tuple(sorted((read_as(PastRecovery, entry) for entry in told), key=lambda entry: -entry.attempt))
 
 
 @dataclass(frozen=True)

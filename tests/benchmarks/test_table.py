@@ -1,14 +1,18 @@
-"""The benchmark command names every miss, and shows nothing as a result that was not run."""
+"""The benchmark command names every miss, and the results page shows no number that was not run.
+
+`python -m benchmarks --table` writes it anew.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Figure, Sense
+from benchmarks.harness import ROOT, Figure, Sense
 from benchmarks.report import Entry, Run, explain, page, publish, summary
 
 REACHED = Figure("copy", "1 s", "2 s", 0.5, 1.0)
@@ -120,3 +124,32 @@ def test_result_of_another_machine_says_so(tmp_path: Path) -> None:
     again = Run.read(tmp_path)
     assert [entry.machine for entry in again.entries] == ["another, 2 cores", "m"]
     assert "a 2026-01-01 (0.5, abc, another, 2 cores)" in page(again, {})
+
+
+FOLDER = ROOT / "docs" / "benchmarks"
+RUN = Run.read(FOLDER)
+
+
+def test_the_page_shows_the_numbers() -> None:
+    written = (FOLDER / "results.md").read_text()
+    pictures = {
+        name: caption for caption, name in re.findall(r"^!\[(.*)\]\((.*)\.svg\)$", written, re.MULTILINE)
+    }
+    assert list(pictures) == ["overview", "ettr"]
+    assert page(RUN, pictures) == written
+
+
+def test_a_note_is_short() -> None:
+    assert [figure.note for figure in RUN.figures if len(figure.note.split()) > 15] == []
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"), [(0.5, "| ≤ 1x |"), (2.0, "| ≤ 1x **MISSED** |"), (None, "| not measured |")]
+)
+def test_a_row_says_what_was_promised_and_whether_it_was_missed(ratio: float | None, shown: str) -> None:
+    figure = Figure("waiting", ratio=ratio, bound=1.0)
+    run = Run(
+        RUN.machine, "make bench", [Entry("one", "One", [figure], {}, "2026-01-01T00:00", "abc", 1.0, 0.1)]
+    )
+    row = next(line for line in page(run, {}).splitlines() if line.startswith("| waiting"))
+    assert shown in row

@@ -5,7 +5,6 @@ Against the real one they do so as a user with the chart's viewer role alone, to
 
 from __future__ import annotations
 
-import base64
 import json
 import tarfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import yaml
 
 from tests.cli import recorded
 from tests.cli.shown import Ran, run
+from tests.operator.kubernetes.proxy import service_account_kubeconfig
 from tiercheck_cli.commands import complete
 from tiercheck_cli.login import open_local
 from tiercheck_local.controlplane import ControlPlane, write_kubeconfig
@@ -243,10 +243,6 @@ def _bound(admin: Path, role: dict[str, Any], folder: Path) -> Path:
             "subjects": [{"kind": "ServiceAccount", "name": "looker", "namespace": NAMESPACE}],
         }
         api.request("POST", f"{rbac}/namespaces/{NAMESPACE}/rolebindings", binding)
-        answer = api.request("POST", f"{accounts}/looker/token", {"spec": {"expirationSeconds": 3600}})
     finally:
         api.close()
-    cluster = yaml.safe_load(admin.read_text())["clusters"][0]["cluster"]
-    ca = base64.b64decode(cluster["certificate-authority-data"])
-    write_kubeconfig(folder / "viewer", cluster["server"], answer["status"]["token"], ca)
-    return folder / "viewer"
+    return service_account_kubeconfig(admin, NAMESPACE, "looker", folder / "viewer")

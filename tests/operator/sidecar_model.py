@@ -378,6 +378,7 @@ class SidecarModel:
         self.serial += 1
         directive = self.directive
         absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
+        listens = {"listens": int(world.staying and not world.refusal), "refusal": world.refusal}
         holdings = [
             Holding(each.rank, each.version, tier, 1, each.kind)
             for tier, held in ((Tier.LOCAL, self.own), (Tier.PEER, self.hosted))
@@ -398,7 +399,7 @@ class SidecarModel:
             revision=directive.revision if directive else "",
             phase=directive.phase if directive else None,
             restore=self.restore,
-            trainer=TrainerReport(TrainerState.ABSENT) if absent else self.trainer,
+            trainer=TrainerReport(TrainerState.ABSENT) if absent else replace(self.trainer, **listens),
             holdings=tuple(holdings),
             remote=RemoteReport(
                 remote, world.remote_up if remote else None,

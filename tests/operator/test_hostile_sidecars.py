@@ -315,8 +315,7 @@ def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]
         world.sidecars[world.member(2)],
         lambda report: make_plausible(replace(report, holdings=(*report.holdings, block))),
     )
-    world.crash(1)
-    assert world.recovered()["step"]
+    assert world.recovered(crash=1)["step"]
 
 
 def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:

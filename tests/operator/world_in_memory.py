@@ -109,7 +109,7 @@ class World:
             for rack in range(racks)
             for index in range(nodes_per_rack)
         }
-        self.job = JobView("j", "ns", "job-uid", 1, "1", False, spec or make_spec(), JobRecord())
+        self.job = JobView("j", "ns", "job-uid", spec or make_spec(), generation=1, resource_version="1")
         self.pods: dict[str, PodView] = {}
         self.sidecars: dict[str, SidecarModel] = {}
         self.reports: dict[str, WorkerReport] = {}
@@ -163,6 +163,8 @@ class World:
         self.slow_for = 0.0
         self.staying = False
         """Whether scripts have a loop whose process stays."""
+        self.refusal = ""
+        """Why they would not, although they have one."""
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
@@ -884,8 +886,11 @@ class World:
         self.train(steps)
         return self
 
-    def recovered(self, attempt: int = 2, limit: int = 200) -> dict[str, Any]:
-        """Tick until training goes on in that attempt; `status.lastRecovery` then."""
+    def recovered(self, attempt: int = 2, limit: int = 200, crash: int | None = None) -> dict[str, Any]:
+        """Tick until training goes on in that attempt; `status.lastRecovery` then. `crash`: the worker whose
+        command ends first."""
+        if crash is not None:
+            self.crash(crash)
         self.tick()
         self.until("Running", limit, attempt)
         return self.summary

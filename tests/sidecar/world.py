@@ -544,24 +544,20 @@ class FakeRank(Lines):
 
     def save(self, step: int) -> bool:
         """Capture `step`; False if it was skipped."""
-        reply = self.begin(step)
-        assert reply.ok, reply
-        if reply.skip:
-            return False
-        self.write(reply.path, step)
-        done = self.ask("complete", step=step, path=reply.path)
-        assert done.ok, done
-        return True
+        return self._capture(step, Kind.SNAPSHOT)
 
     def save_delta(self, step: int, size: int = 20_000) -> bool:
         """Capture the delta of `step`, of about `size` bytes; False if it was skipped."""
-        plan = layout(size)
-        reply = self.begin(step, Kind.DELTA, plan.size)
+        return self._capture(step, Kind.DELTA, layout(size))
+
+    def _capture(self, step: int, kind: Kind, plan: SlotLayout | None = None) -> bool:
+        size = plan.size if plan else 0
+        reply = self.begin(step, kind, size)
         assert reply.ok, reply
         if reply.skip:
             return False
-        self.write(reply.path, step, kind=Kind.DELTA, plan=plan)
-        done = self.ask("complete", step=step, path=reply.path, bytes=plan.size)
+        self.write(reply.path, step, kind=kind, plan=plan)
+        done = self.ask("complete", step=step, path=reply.path, bytes=size)
         assert done.ok, done
         return True
 

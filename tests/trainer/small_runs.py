@@ -85,6 +85,14 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def saved_run(folder: Path, steps: int = 1) -> Run:
+    """A run that has saved so many steps, and is over."""
+    run = Run(adamw, folder)
+    run.train(steps)
+    run.checkpointer.close()
+    return run
+
+
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     for name, value in left.items():

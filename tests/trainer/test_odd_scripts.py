@@ -167,17 +167,12 @@ def part_of_a_parameter_in_the_model() -> Script:
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     flat = nn.Parameter(torch.randn(WIDTH * (WIDTH + 1)) / 5)
     model.weight.data = flat.data[: WIDTH * WIDTH].view(WIDTH, WIDTH)
-    optimizer = AdamW([flat], lr=1e-2)
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
+    def of_all(_: object) -> Tensor:
         weight, bias = flat[: WIDTH * WIDTH].view(WIDTH, WIDTH), flat[WIDTH * WIDTH :]
-        loss = (torch.randn(4, WIDTH) @ weight + bias).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+        return (torch.randn(4, WIDTH) @ weight + bias).square().mean()
 
-    return Script(model, [optimizer], update)
+    return loop(model, AdamW([flat], lr=1e-2), loss_of=of_all)
 
 
 # Buffers.

@@ -1,11 +1,14 @@
-"""A start says where it goes on and takes up no other training; an end leaves something to take up."""
+"""A start says where it goes on; an end says why, leaves something to take up, and waits for gloo."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +22,9 @@ from torch import nn
 
 from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck import Checkpointer
+from tiercheck.trainer import process
 from tiercheck.trainer.checkpointer import find
+from tiercheck.trainer.process import describe_error, exit_code_of, reason_of
 
 
 @dataclass
@@ -277,3 +282,135 @@ def test_second_training_of_a_process_in_a_cluster_is_not_saved_and_says_so(
             checkpointer.wait()
             assert checkpointer.captured == (run is None)
     assert any("make it a job of its own" in each for each in caplog.messages)
+
+
+SCRIPT = """
+import sys
+from tiercheck.trainer.process import LastWords
+LastWords(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{code}\\n"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("bad sample"), "UncaughtException"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "OutOfGPUMemory"),
+        (
+            RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
+            "GPUFault",
+        ),
+        (
+            RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
+            "GPUFault",
+        ),
+        (RuntimeError("CUDA error: unspecified launch failure"), "GPUFault"),
+        (RuntimeError("No CUDA-capable device is detected"), "GPUFault"),
+        (OSError("GPU 0000:1b:00.0 has fallen off the bus"), "GPUFault"),
+        (RuntimeError("NVRM: Xid (PCI:0000:1b:00): 79, GPU has failed"), "GPUFault"),
+        (RuntimeError("driver reports Xid 94"), "GPUFault"),
+        (RuntimeError("driver reports Xid 13"), "UncaughtException"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "UncaughtException"),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.3]:1"),
+            "CollectiveFailed",
+        ),
+        (torch.distributed.DistBackendError("NCCL error in: unhandled system error"), "CollectiveFailed"),
+        (ValueError("gloo is not a valid value"), "UncaughtException"),
+        (SystemExit(42), "Exited"),
+    ],
+)
+def test_exception_says_whose_fault_it_is_as_far_as_it_is_clear(error: BaseException, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+def test_words_are_one_short_line() -> None:
+    assert describe_error(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(describe_error(ValueError("x" * 5000))) <= 500
+    assert describe_error(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(("code", "ends"), [(None, 0), (0, 0), (3, 3), (256 + 3, 3), ("no such file", 1)])
+def test_exit_code_is_the_interpreters(code: object, ends: int) -> None:
+    assert exit_code_of(SystemExit(code)) == ends
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.exit({code!r})"], stderr=subprocess.DEVNULL, check=False
+    )
+    assert run.returncode == ends
+
+
+def test_uncaught_exception_is_told_once_and_its_traceback_is_still_printed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("\\\\n", "\\n") + "raise ValueError('bad sample')\n")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines() == ["UncaughtException|ValueError: bad sample|1"]
+    assert "Traceback" in run.stderr
+    assert run.returncode == 1
+
+
+reads_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+AT_EXIT = """
+import atexit
+from tiercheck.trainer import process
+process.wait_until_idle = lambda: print("waited")
+import torch
+from tiercheck import Checkpointer
+model = torch.nn.Linear(2, 2)
+Checkpointer(model, torch.optim.SGD(model.parameters()), folder={folder!r})
+atexit.register(print, "later hook")
+"""
+
+GROUP = """
+import torch
+import torch.distributed as dist
+from tiercheck.trainer.process import _gloo_threads
+torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # starts the threads that compute
+before = set(_gloo_threads())
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))  # whose thread has named itself before
+print(len(set(_gloo_threads()) - before))
+dist.destroy_process_group()
+"""
+
+
+@reads_proc
+def test_threads_of_gloo_are_found_whether_torch_names_them_or_not(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", GROUP.format(folder=tmp_path)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert int(run.stdout.splitlines()[-1]) > 0  # torch prints as well
+
+
+@reads_proc
+def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_PATIENCE", 60.0)
+    begun, finished, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 300_000)  # computes without the interpreter lock
+        finished.set()
+        leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    try:
+        process.wait_until_idle()
+        assert finished.is_set()
+    finally:
+        leave.set()
+        thread.join()
+
+
+@reads_proc
+def test_a_checkpointer_makes_its_process_wait_after_all_later_hooks(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(folder=str(tmp_path))],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split("\n")[:2] == ["later hook", "waited"]

@@ -1,4 +1,4 @@
-"""What comes back is what was there, or the script is refused, or its owner is told.
+"""What comes back is what was there and nothing poisoned, or the script is refused, or its owner told.
 
 The idioms are those of public training scripts. Each is run, killed by leaving it, and resumed by a new life
 of the script.
@@ -16,8 +16,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.trainer.deltas.replaying import (
+    Script,
+    adam,
+    loop,
+    momentum,
+    net,
+    simple,
+    survives_from_a_snapshot,
+)
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.save.slot_context import Sanity
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 512
@@ -252,27 +262,14 @@ def test_frozen_parameter_may_be_left_out_of_the_state_dict(tmp_path: Path) -> N
 
 
 def test_compiled_optimizer_trains_and_comes_back_exactly(tmp_path: Path) -> None:
-    def life(seed: int, steps: int) -> tuple[int, list[Tensor], Checkpointer]:
-        model = build(seed, width=32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        checkpointer = Checkpointer(model, optimizer, folder=tmp_path, every=3)
-        first = checkpointer.restore()
-        update = torch.compile(optimizer.step, backend="eager")
-        for _ in range(first, steps):
-            optimizer.zero_grad()
-            model(torch.randn(2, 32)).square().mean().backward()
-            update()
-            checkpointer.step()
-        checkpointer.wait(30)
-        return first, values(model), checkpointer
+    """Compiled steps are protected by snapshots."""
 
-    _, truth, checkpointer = life(0, 6)
-    checkpointer.close()
-    assert checkpointer.captured, "compiled steps are protected by snapshots"
-    first, restored, checkpointer = life(1, 0)
-    checkpointer.close()
-    assert first == 6
-    assert all(map(torch.equal, restored, truth))
+    def build() -> Script:
+        model = net()
+        optimizer = adam(model.parameters())
+        return loop(model, optimizer, step=torch.compile(optimizer.step, backend="eager"))
+
+    survives_from_a_snapshot(build, tmp_path)
 
 
 def test_script_that_trains_with_an_optimizer_made_anew_is_told(
@@ -325,20 +322,46 @@ def test_load_that_does_not_reach_the_live_state_is_no_restore(
 
 
 def test_hand_written_decay_through_data_comes_back_exactly(tmp_path: Path) -> None:
-    def life(seed: int, steps: int) -> tuple[int, list[Tensor]]:
-        model = build(seed, width=32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        with Checkpointer(model, optimizer, folder=tmp_path, every=4) as checkpointer:
-            first = checkpointer.restore()
-            for _ in range(first, steps):
-                train(model, optimizer, 32)
-                for parameter in model.parameters():
-                    parameter.data.mul_(0.999)
-                checkpointer.step()
-            assert checkpointer.wait(30)
-        return first, values(model)
+    def decay(model: nn.Module, *_: object) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.999)
 
-    _, truth = life(0, 12)
-    first, restored = life(1, 12)
-    assert first == 12
-    assert all(map(torch.equal, restored, truth))
+    survives_from_a_snapshot(simple(momentum, decay), tmp_path)
+
+
+@pytest.mark.parametrize(("gate", "captured"), [(True, 0), (False, 1)])
+def test_infinite_loss_is_refused_only_with_the_gate(tmp_path: Path, gate: bool, captured: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model, optimizer, every=1, folder=tmp_path, sanity_gate=gate) as checkpointer:
+        checkpointer.restore()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        checkpointer.step(loss=float("inf"))
+        assert checkpointer.wait(60)
+        assert (checkpointer.captured, checkpointer.skipped) == (captured, 1 - captured)
+
+
+def test_a_good_step_ends_the_row() -> None:
+    sanity = Sanity()
+    for step in (3, 4, 5):
+        sanity.refused(step)
+    assert sanity.in_a_row == 3
+    sanity.good(6)
+    assert sanity.in_a_row == 0
+
+
+def test_steps_that_nobody_looked_at_do_not_end_it() -> None:
+    sanity = Sanity()
+    sanity.refused(4)
+    sanity.refused(8)  # a state that is not finite does not heal
+    assert sanity.in_a_row == 5
+
+
+def test_a_step_counts_once_and_a_good_gradient_does_not_outweigh_its_loss() -> None:
+    sanity = Sanity()
+    sanity.refused(3)
+    sanity.refused(3)
+    sanity.good(3)
+    sanity.good(2)
+    assert sanity.in_a_row == 1

@@ -196,6 +196,8 @@ class Hello:
     rank: int = -1
     world_size: int = 0
     attempt: int = 0
+    refusal: str = ""
+    """Of a listener: why the process cannot stay when its attempt ends; empty: it can."""
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,10 @@ class TrainerReport:
     no local rank could compare anything. None: not known yet, or nothing was restored."""
     stays: int = 0
     """While it waits for the release: how many of its ranks are processes of an earlier attempt."""
+    listens: int = 0
+    """How many of its ranks would stay now if another were lost."""
+    refusal: str = ""
+    """Why one of them would not, if it said so."""
 
 
 @dataclass(frozen=True, slots=True)

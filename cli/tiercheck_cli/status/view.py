@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tiercheck.protocol import names
 from tiercheck_cli.events import TIERS, PastRecovery, recoveries
 from tiercheck_cli.terminal import spell
+from tiercheck_operator.model.spelling import OURS, As, At, read_as
 from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import Topology
 
@@ -140,45 +141,57 @@ class WorkerView:
     holders: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+def _doing(status: Mapping[str, Any]) -> str:
+    """The message of what holds the job up."""
+    found = {entry.get("type"): entry for entry in status.get("conditions") or []}
+    for kind in ("Failed", "Completed", "Suspended"):
+        if found.get(kind, {}).get("status") == "True":
+            return str(found[kind].get("message") or "")
+    restoring, running = found.get("Restoring") or {}, found.get("Running") or {}
+    if running.get("status") == "False":
+        return str(running.get("message") or "")
+    return str(restoring.get("message") or "") if restoring.get("status") == "True" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusView:
     """One job. Seconds are durations before the moment of looking, unless said otherwise."""
 
-    namespace: str
-    name: str
-    phase: str
-    doing: str
+    namespace: Annotated[str, At("metadata.namespace")]
+    name: Annotated[str, At("metadata.name")]
+    phase: Annotated[str, At("status.phase")] = "Pending"
+    doing: Annotated[str, At("status"), As(_doing)] = ""
     """What it is at, as a sentence; empty while it simply trains."""
-    attempt: int
-    workers: int
+    attempt: Annotated[int, At("status.attempt")] = 0
+    workers: Annotated[int, At("status.size.workers")] = 0
     """That it has now."""
-    wanted_workers: int
+    wanted_workers: Annotated[int, At("spec.workers")] = 0
     """That its spec asks for."""
-    procs_per_worker: int
-    age_seconds: float | None
-    step: int | None
-    step_seconds: float | None
-    restarts: int
-    crashes: int
-    disruptions: int
-    max_restarts: int
-    tiers: tuple[TierView, ...]
-    snapshot_every: int | None
-    deltas: str
-    tolerates: tuple[str, ...]
+    procs_per_worker: Annotated[int, At("spec.procsPerWorker")] = 1
+    age_seconds: Annotated[float | None, OURS] = None
+    step: Annotated[int | None, At("status.progress.step")] = None
+    step_seconds: Annotated[float | None, At("status.progress.stepSeconds")] = None
+    restarts: Annotated[int, At("status.restarts.total")] = 0
+    crashes: Annotated[int, At("status.restarts.crash")] = 0
+    disruptions: Annotated[int, At("status.restarts.disruption")] = 0
+    max_restarts: Annotated[int, At("spec.failurePolicy.maxRestarts")] = 10
+    tiers: Annotated[tuple[TierView, ...], OURS] = ()
+    snapshot_every: Annotated[int | None, At("status.checkpoint.snapshotEverySteps")] = None
+    deltas: Annotated[str, At("status.checkpoint.deltas")] = ""
+    tolerates: Annotated[tuple[str, ...], At("status.placement.tolerates")] = ()
     """Now."""
-    tolerates_once_complete: tuple[str, ...]
+    tolerates_once_complete: Annotated[tuple[str, ...], At("status.placement.toleratesOnceComplete")] = ()
     """When the copies are made that are lacking; empty if none are."""
-    spread: str
-    unprotected_workers: int
-    memory_needed: int | None
-    memory_limit: int | None
-    attention: tuple[Attention, ...]
-    recoveries: tuple[PastRecovery, ...]
-    restoring: RestoreView | None = None
-    levels: tuple[str, ...] = ()
+    spread: Annotated[str, At("status.placement.spreadAchieved")] = ""
+    unprotected_workers: Annotated[int, At("status.placement.unprotectedWorkers")] = 0
+    memory_needed: Annotated[int | None, At("status.memory.neededBytes")] = None
+    memory_limit: Annotated[int | None, At("status.memory.limitBytes")] = None
+    attention: Annotated[tuple[Attention, ...], OURS] = ()
+    recoveries: Annotated[tuple[PastRecovery, ...], At(""), As(recoveries)] = ()
+    restoring: Annotated[RestoreView | None, OURS] = None
+    levels: Annotated[tuple[str, ...], OURS] = ()
     """Of `domains` of the workers."""
-    members: tuple[WorkerView, ...] = ()
+    members: Annotated[tuple[WorkerView, ...], OURS] = ()
     """Only where they were asked for."""
 
     def as_json(self, now: float) -> dict[str, Any]:
@@ -190,38 +203,13 @@ def status_view(
     job: Mapping[str, Any], now: float, members: Sequence[WorkerView] = (), levels: tuple[str, ...] = ()
 ) -> StatusView:
     """`now` is unix seconds."""
-    metadata, spec, status = job["metadata"], job.get("spec") or {}, job.get("status") or {}
-    progress, restarts = status.get("progress") or {}, status.get("restarts") or {}
-    placement, checkpoint = status.get("placement") or {}, status.get("checkpoint") or {}
-    memory = status.get("memory") or {}
-    step_seconds = progress.get("stepSeconds")
-    return StatusView(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        phase=str(status.get("phase") or "Pending"),
-        doing=_doing(status),
-        attempt=int(status.get("attempt") or 0),
-        workers=int((status.get("size") or {}).get("workers") or spec.get("workers") or 0),
-        wanted_workers=int(spec.get("workers") or 0),
-        procs_per_worker=int(spec.get("procsPerWorker") or 1),
-        age_seconds=_since(metadata.get("creationTimestamp"), now),
-        step=progress.get("step"),
-        step_seconds=step_seconds,
-        restarts=int(restarts.get("total") or 0),
-        crashes=int(restarts.get("crash") or 0),
-        disruptions=int(restarts.get("disruption") or 0),
-        max_restarts=int(_or((spec.get("failurePolicy") or {}).get("maxRestarts"), 10)),
-        tiers=tuple(_tier(name, status, spec, step_seconds, now) for name in TIERS),
-        snapshot_every=checkpoint.get("snapshotEverySteps"),
-        deltas=str(checkpoint.get("deltas") or ""),
-        tolerates=tuple(placement.get("tolerates") or ()),
-        tolerates_once_complete=tuple(placement.get("toleratesOnceComplete") or ()),
-        spread=str(placement.get("spreadAchieved") or ""),
-        unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
-        memory_needed=memory.get("neededBytes"),
-        memory_limit=memory.get("limitBytes"),
+    view, spec, status = read_as(StatusView, job), job.get("spec") or {}, job.get("status") or {}
+    return replace(
+        view,
+        workers=view.workers or view.wanted_workers,
+        age_seconds=_since(job["metadata"].get("creationTimestamp"), now),
+        tiers=tuple(_tier(name, status, spec, view.step_seconds, now) for name in TIERS),
         attention=_attention(job, now),
-        recoveries=recoveries(job),
         restoring=_restoring(status, now),
         levels=levels,
         members=tuple(members),
@@ -299,18 +287,6 @@ def _restoring(status: Mapping[str, Any], now: float) -> RestoreView | None:
         return None
     seconds = _since((status.get("recovery") or {}).get("decidedAt"), now)
     return RestoreView(done, wanted, done / seconds if seconds else None)
-
-
-def _doing(status: Mapping[str, Any]) -> str:
-    """The message of what holds the job up."""
-    found = {entry.get("type"): entry for entry in status.get("conditions") or []}
-    for kind in ("Failed", "Completed", "Suspended"):
-        if found.get(kind, {}).get("status") == "True":
-            return str(found[kind].get("message") or "")
-    restoring, running = found.get("Restoring") or {}, found.get("Running") or {}
-    if running.get("status") == "False":
-        return str(running.get("message") or "")
-    return str(restoring.get("message") or "") if restoring.get("status") == "True" else ""
 
 
 def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:

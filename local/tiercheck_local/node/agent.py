@@ -111,13 +111,7 @@ class Registration:
     async def register(self) -> None:
         """Create or correct the Node. Raises ApiFailure."""
         wanted = node_object(self._settings, self._boot_id)
-        try:
-            await self._client.create(NODES, None, wanted)
-        except ApiFailure as failure:
-            if failure.status != 409:
-                raise
-            metadata = {"labels": wanted["metadata"]["labels"]}
-            await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
+        await self._client.apply(wanted)
         # A create may drop the status, as it does for custom resources.
         await self._client.patch(
             NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status"
@@ -161,11 +155,7 @@ class Registration:
     async def _create_lease(self) -> None:
         if await self._client.find(NAMESPACES, None, LEASE_NAMESPACE) is None:
             namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
-            try:
-                await self._client.create(NAMESPACES, None, namespace)
-            except ApiFailure as failure:
-                if failure.status != 409:  # another node was faster
-                    raise
+            await self._client.apply(namespace)  # another node may be faster
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",

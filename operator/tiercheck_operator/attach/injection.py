@@ -23,7 +23,7 @@ from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
-from tiercheck_operator.model.spelling import spell
+from tiercheck_operator.model.spelling import read_as, spell
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, a PyTorchJob, a TrainJob's runtimes."""
@@ -52,25 +52,12 @@ class Attachment:
     def from_json(text: str) -> Attachment:
         """Raises ValueError if it was not written by `to_json`."""
         try:
-            raw = parse_json(text, LONGEST_ATTACHMENT)
-            owner = raw["owner"]
-            said = (
-                owner["apiVersion"],
-                owner["kind"],
-                owner["name"],
-                owner["uid"],
-                raw["policy"],
-                raw["container"],
-            )
-            counts = (raw["workers"], raw["procsPerWorker"])
-        except (ValueError, KeyError, TypeError) as error:
+            found = read_as(Attachment, parse_json(text, LONGEST_ATTACHMENT))
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an attachment: {error}") from error
-        if not all(type(each) is str for each in said) or not all(
-            type(each) is int and each > 0 for each in counts
-        ):
-            raise ValueError("not an attachment: it is not of words and counts")
-        api_version, kind, name, uid, policy, container = said
-        return Attachment(Owner(api_version, kind, name, uid), policy, container, *counts)
+        if found.workers < 1 or found.procs_per_worker < 1:
+            raise ValueError("not an attachment: it has no workers")
+        return found
 
 
 def job_name(owner: Owner) -> str:

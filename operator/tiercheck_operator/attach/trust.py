@@ -13,6 +13,7 @@ import binascii
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiercheck_operator.config import WebhookConfig
 from tiercheck_operator.kubernetes.api_server import SECRETS, ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 from tiercheck_operator.kubernetes.client import Kube
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import belonging
 
 _CONFIGURATIONS = ApiResource(
     "admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False
@@ -83,7 +84,9 @@ class Trust:
         if wanted is not None:
             body = _secret(namespace, name, wanted)
             if raw is None:
-                body["metadata"] |= await self._belonging()
+                if self._deployment is not None:
+                    owner = partial(belonging, self._kube.server, *self._deployment)
+                    body["metadata"] |= await self._kube.run(owner)
                 await self._kube.create(SECRETS, namespace, body)
             else:
                 # With the version that was read: of two replicas one fails here, and takes the other's next
@@ -94,16 +97,6 @@ class Trust:
         bundle = wanted or current
         assert bundle is not None
         return bundle, await self._announced(bundle)
-
-    async def _belonging(self) -> dict[str, Any]:
-        if self._deployment is None:
-            return {}
-        try:
-            return owner_metadata(await self._kube.find(DEPLOYMENTS, *self._deployment))
-        except ApiFailure as error:
-            if error.refused:
-                return {}
-            raise
 
     async def _announced(self, bundle: KeyPair) -> bool:
         """Whether the configuration named the bundle's authorities already; it does afterwards."""

@@ -341,6 +341,7 @@ class ApiClient:
     patch = _in_thread(ApiServer.patch)
     evict = _in_thread(ApiServer.evict)
     delete = _in_thread(ApiServer.delete)
+    apply = _in_thread(ApiServer.apply)
 
 
 @contextlib.contextmanager

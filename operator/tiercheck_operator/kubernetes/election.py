@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.api_server import LEASES, ApiFailure, ApiServer
-from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENTS, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import belonging
+from tiercheck_operator.model.spelling import At, read_as
 
 
 # As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another
@@ -60,9 +61,9 @@ class Terms:
 class Record:
     """The spec of a Lease. `holder` is empty once it was released."""
 
-    holder: str
-    duration: float
-    mark: str
+    holder: Annotated[str, At("holderIdentity")] = ""
+    duration: Annotated[float, At("leaseDurationSeconds")] = 0.0
+    mark: Annotated[str, At("renewTime")] = ""
     """Anything that differs after each renewal; only compared for equality."""
 
 
@@ -111,12 +112,7 @@ class Candidate:
 
 def parse_lease(raw: Mapping[str, Any]) -> Record:
     """Tolerant: whatever is missing counts as not held."""
-    spec = raw.get("spec") or {}
-    return Record(
-        holder=str(spec.get("holderIdentity") or ""),
-        duration=float(spec.get("leaseDurationSeconds") or 0),
-        mark=str(spec.get("renewTime") or ""),
-    )
+    return read_as(Record, raw.get("spec") or {})
 
 
 def build_lease(
@@ -260,7 +256,8 @@ class Elector(threading.Thread):
             log.warning("lease %s was not given back: %s", self._lease, error)
 
     def _write(self, holder: str) -> None:
-        belonging = self._belonging() if self._raw is None else None
+        # The Deployment has the lease's name.
+        owner = belonging(self._api, self._namespace, self._lease) if self._raw is None else None
         sent = self._clock()
         now = datetime.datetime.now(datetime.UTC)
         body = build_lease(
@@ -270,7 +267,7 @@ class Elector(threading.Thread):
             holder=holder,
             duration=self._terms.duration,
             now=now,
-            belonging=belonging,
+            belonging=owner,
         )
         if self._raw is None:
             self._raw = self._api.create(LEASES, self._namespace, body)
@@ -278,15 +275,6 @@ class Elector(threading.Thread):
             self._raw = self._api.replace(LEASES, self._namespace, self._lease, body)
         failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
-
-    def _belonging(self) -> dict[str, Any]:
-        """Of a lease that is made now: the Deployment has its name."""
-        try:
-            return owner_metadata(self._api.find(DEPLOYMENTS, self._namespace, self._lease))
-        except ApiFailure as error:
-            if error.refused:
-                return {}
-            raise
 
     def _note_holder(self) -> None:
         holder = parse_lease(self._raw).holder if self._raw is not None else ""

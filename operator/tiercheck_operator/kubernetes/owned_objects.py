@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from tiercheck_operator.kubernetes.api_server import (
     SERVICES,
     ApiFailure,
     ApiResource,
+    ApiServer,
 )
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.kubernetes.client import Kube
@@ -236,18 +237,19 @@ def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
 DEPLOYMENTS = ApiResource("apps/v1", "deployments")
 
 
-def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """To be merged into an object's metadata; nothing without a Deployment, as for one started by hand."""
+def belonging(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
+    """To be merged into an object's metadata; nothing without that Deployment, as for one started by hand, or
+    without the right to read it. Raises ApiFailure."""
+    try:
+        deployment = server.find(DEPLOYMENTS, namespace, name)
+    except ApiFailure as error:
+        if not error.refused:
+            raise
+        deployment = None
     if deployment is None:
         return {}
-    metadata = deployment["metadata"]
-    reference = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "name": metadata["name"],
-        "uid": metadata["uid"],
-    }
-    return {"ownerReferences": [reference]}
+    reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
+    return {"ownerReferences": [{**reference, "uid": deployment["metadata"]["uid"]}]}
 
 
 class ClusterIdentity:

@@ -22,6 +22,8 @@ FAILED = "Failed"
 """The job was given up."""
 DELTAS_ACTIVE = "DeltasActive"
 """Every step is kept for the price of a delta."""
+IN_PROCESS = "InProcess"
+"""The processes of all others stay when a rank is lost. Of jobs with several ranks."""
 SPARES_READY = "SparesReady"
 """As many spares as wanted wait to take a lost worker's place."""
 FULL_SIZE = "FullSize"
@@ -154,6 +156,12 @@ DELTAS_TURNED_OFF = "TurnedOff"
 """checkpoint.delta.mode is None: snapshots only."""
 DELTAS_OFF = "DeltasOff"
 """Some worker takes no deltas although the job wants them; the message is its reason."""
+
+# InProcess
+PROCESSES_STAY = "ProcessesStay"
+"""If a rank is lost, the processes of all others stay."""
+PROCESSES_RESTART = "ProcessesRestart"
+"""Some or all would be started anew; the message names the first worker of them, and why."""
 
 # SparesReady
 SPARES_WAITING = "SparesWaiting"

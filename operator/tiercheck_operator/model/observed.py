@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from typing import Annotated
 
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE, Report, TrainerState
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
-from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.model.status import Condition, JobRecord
+from tiercheck_operator.model.spec import JobSpec, queue_entries, read_spec
+from tiercheck_operator.model.spelling import OURS, As, At
+from tiercheck_operator.model.status import Condition, JobRecord, parse_record
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that it was told to stay away from, so that it can be freed when they are well."""
@@ -69,20 +71,24 @@ class Patience:
 
 @dataclass(frozen=True)
 class JobView:
-    name: str
-    namespace: str
-    uid: str
-    generation: int
-    resource_version: str
-    deleting: bool
-    spec: JobSpec
-    status: JobRecord
-    queue_labels: Mapping[str, str] = field(default_factory=dict)
+    name: Annotated[str, At("metadata.name")]
+    namespace: Annotated[str, At("metadata.namespace")]
+    uid: Annotated[str, At("metadata.uid")]
+    spec: Annotated[JobSpec, As(read_spec)]
+    status: Annotated[JobRecord, As(parse_record)] = field(default_factory=JobRecord)
+    generation: Annotated[int, At("metadata.generation")] = 0
+    resource_version: Annotated[str, At("metadata.resourceVersion")] = ""
+    deleting: Annotated[bool, At("metadata.deletionTimestamp")] = False
+    queue_labels: Annotated[Mapping[str, str], At("metadata.labels"), As(queue_entries)] = field(
+        default_factory=dict
+    )
     """Of the job, to be handed on to its pods for a queue."""
-    queue_annotations: Mapping[str, str] = field(default_factory=dict)
-    sidecar_image: str = ""
+    queue_annotations: Annotated[Mapping[str, str], At("metadata.annotations"), As(queue_entries)] = field(
+        default_factory=dict
+    )
+    sidecar_image: Annotated[str, OURS] = ""
     """What the sidecars of this job are, see `replacing.choose_sidecar_image`; empty: not known yet."""
-    cluster: str = ""
+    cluster: Annotated[str, OURS] = ""
     """UID of the cluster's namespace kube-system, for its pods; empty: not known (yet)."""
 
     @property

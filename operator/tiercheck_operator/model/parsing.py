@@ -21,8 +21,8 @@ from tiercheck_operator.model.observed import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.model.spec import queue_entries, read_spec
-from tiercheck_operator.model.status import parse_record, parse_time
+from tiercheck_operator.model.spelling import read_as
+from tiercheck_operator.model.status import parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
@@ -104,19 +104,7 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
     """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what did not."""
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
-    metadata = raw["metadata"]
-    return JobView(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        uid=metadata["uid"],
-        generation=int(metadata.get("generation") or 0),
-        resource_version=str(metadata.get("resourceVersion") or ""),
-        deleting=bool(metadata.get("deletionTimestamp")),
-        spec=read_spec(raw["spec"]),
-        status=parse_record(raw.get("status") or {}),
-        queue_labels=queue_entries(metadata.get("labels")),
-        queue_annotations=queue_entries(metadata.get("annotations")),
-    )
+    return read_as(JobView, raw)
 
 
 def identity_of(raw: Mapping[str, Any]) -> str:

@@ -120,10 +120,15 @@ class TrainerWatch:
         self._listeners: dict[int, tuple[object, int]] = {}
         """Of each rank whose process may stay: its connection, and the attempt for which it has left its
         step (0: none)."""
+        self._refusals: dict[int, tuple[object, str]] = {}
+        """Of each rank whose process cannot: its connection, and why."""
 
     @property
     def report(self) -> TrainerReport:
-        return self._report
+        if not self._listeners and not self._refusals:
+            return self._report
+        refusal = next((why for _, why in self._refusals.values()), "")
+        return dataclasses.replace(self._report, listens=len(self._listeners), refusal=refusal)
 
     @property
     def lost_container(self) -> bool:
@@ -157,9 +162,12 @@ class TrainerWatch:
         elif self._report.state in (TrainerState.WAITING, TrainerState.ABSENT):
             self._report = TrainerReport(TrainerState.ABSENT)
 
-    def listener_connected(self, rank: int, connection: object) -> None:
-        """The process of this rank may stay when its attempt ends."""
-        self._listeners[rank] = connection, 0
+    def listener_connected(self, rank: int, connection: object, refusal: str) -> None:
+        """The process of this rank may stay when its attempt ends, unless there is a `refusal`."""
+        if refusal:
+            self._refusals[rank] = connection, refusal
+        else:
+            self._listeners[rank] = connection, 0
 
     def step_left(self, rank: int, connection: object, attempt: int) -> None:
         """It waits for the release of `attempt`."""
@@ -168,8 +176,9 @@ class TrainerWatch:
 
     def listener_gone(self, rank: int, connection: object) -> None:
         """It ends with its attempt, unless it comes again."""
-        if self._listeners.get(rank, (None, 0))[0] is connection:
-            del self._listeners[rank]
+        for known in (self._listeners, self._refusals):
+            if known.get(rank, (None, 0))[0] is connection:
+                del known[rank]
 
     def listeners(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Returns those of the local `ranks` whose processes may stay."""

@@ -36,7 +36,7 @@ _SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
 
 
 _LONGEST_FAULT = 200
-"""Characters of what a launcher says of itself."""
+"""Characters of what a launcher or a rank says of itself."""
 
 
 class TrainerSocket:
@@ -154,7 +154,7 @@ class TrainerSocket:
     def _serve_listener(self, connection: socket.socket, lines: BinaryIO, hello: Hello) -> None:
         state = self._state
         with state.lock:
-            state.trainer.listener_connected(hello.rank, connection)
+            state.trainer.listener_connected(hello.rank, connection, hello.refusal[:_LONGEST_FAULT])
         state.bump()
         try:
             begin("orders", partial(self._send_orders, connection, lambda: connection in self._open))

@@ -64,8 +64,7 @@ class AttachedWorld(World):
 def test_crash_is_mended_in_place_and_the_owner_sees_nothing() -> None:
     world = AttachedWorld().running(7)
     before = set(world.pods)
-    world.crash(2)
-    world.until("Running", attempt=2)
+    world.recovered(crash=2)
     assert set(world.pods) == before
     assert {pod.phase for pod in world.pods.values()} == {"Running"}
     assert world.starts[2][0] is not None, "restored, not begun anew"

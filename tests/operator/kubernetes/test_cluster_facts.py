@@ -94,8 +94,7 @@ def test_a_job_that_runs_keeps_its_copies_where_they_are_and_comes_back_without_
     world.train(20)
     assert world.saved.holders() == before
     world.assert_told(conditions.PLACED, conditions.TOPOLOGY_NOT_FOUND)
-    world.crash(1)
-    world.until("Running", attempt=2)
+    world.recovered(crash=1)
 
 
 # A kubelet is heard of when its lease changes, whatever the node's clock says.

@@ -163,9 +163,15 @@ def test_process_stays_once_its_rank_has_left_the_step_and_as_long_as_it_is_ther
     path = world.run_dir(0) / names.SOCKET_NAME
     launcher, listener = FakeLauncher(path), Lines(path)
     assert launcher.receive(Order).listens == (), "nobody listens yet"
+    refused = Lines(path)
+    refused.send(Hello("listener", os.getpid(), 0, 1, world.attempt, refusal="NCCL"))
+    until(lambda: world.report(0).trainer.refusal == "NCCL", "the reason is reported")
+    refused.close()
+    until(lambda: world.report(0).trainer.refusal == "", "the rank that had it is gone")
     listener.send(Hello("listener", os.getpid(), 0, 1, world.attempt))
     assert listener.receive(Order).listens == (0,)
     assert launcher.receive(Order).listens == (0,)
+    assert world.report(0).trainer.listens == 1
     with world.rank(0) as rank:
         assert rank.reserve(300_000).ok
         assert rank.save(1)

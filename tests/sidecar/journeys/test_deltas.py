@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.sidecar.world import FakeLauncher, FakeRank, MakeWorld, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.sizing import auto_cadence
@@ -48,8 +50,13 @@ def save_until(world: World, rank: FakeRank, last: int) -> None:
     world.reach("local", Version(last, 1))
 
 
-def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """One worker that takes deltas, in its first attempt."""
+    return auto(make_world()).launch()
+
+
+def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.welcome.delta is DeltaMode.AUTO
         assert decided(world, rank) == CHAIN
@@ -73,15 +80,13 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
     assert world.report(0).counters.deltas_skipped == refused
 
 
-def test_deltas_before_any_snapshot_are_refused_and_not_counted(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_deltas_before_any_snapshot_are_refused_and_not_counted(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert "no snapshot yet" in rank.begin(1, Kind.DELTA).skip
     assert world.report(0).counters.deltas_skipped == 0
 
 
-def test_skipped_delta_breaks_the_chain_until_the_next_snapshot(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_skipped_delta_breaks_the_chain_until_the_next_snapshot(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2)
@@ -112,8 +117,7 @@ def test_delta_is_skipped_when_no_slot_is_free_and_snapshots_are_not_touched(mak
     world.resume(1)
 
 
-def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2, 100)
@@ -130,8 +134,7 @@ def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(mak
         assert len(rank.welcome.restore_deltas) == 2
 
 
-def test_what_a_newer_snapshot_makes_superfluous_is_freed(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_what_a_newer_snapshot_makes_superfluous_is_freed(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2)
@@ -197,8 +200,7 @@ def test_users_cadence_counts_before_the_sizes(make_world: MakeWorld) -> None:
         assert rank.welcome.snapshot_every == 9
 
 
-def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 4)
     world.begin(Version(3, 1))
@@ -226,10 +228,7 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
         until(lambda: not world.holds(0, 0, Version(1, 1)), "not even kept")
 
 
-def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(
-    make_world: MakeWorld,
-) -> None:
-    world = auto(make_world()).launch()
+def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 2)
     world.begin(Version(2, 1))
@@ -305,8 +304,7 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
         launcher.close()
 
 
-def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 3)
     world.begin(Version(2, 1))
@@ -341,8 +339,7 @@ def test_deltas_reach_the_holder_and_count_for_the_peer_watermark(make_world: Ma
         assert world.report(0).watermarks.snapshot == Version(1, 1)
 
 
-def test_rank_that_cannot_save_is_a_problem_of_its_worker_until_it_can_again(make_world: MakeWorld) -> None:
-    world = auto(make_world()).launch()
+def test_rank_that_cannot_save_is_a_problem_of_its_worker_until_it_can_again(world: World) -> None:
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.ask(
             "cannot-save", message="model/w: tensors of layout torch.sparse_coo cannot be stored"

@@ -133,39 +133,25 @@ def test_no_credentials_anywhere_is_named_and_noticed_when_they_appear(
         store.check()
 
 
-def test_server_that_refuses_checksums_is_used_without_them(tmp_path: Path) -> None:
-    stored: list[str] = []
-
-    def old(method: str, path: str, headers: dict[str, str]) -> Answer:
-        if any(name.startswith("x-amz-checksum") for name in headers):
-            return refusal("InvalidRequest", 400)
-        if method == "PUT":
-            stored.append(path)
-            return 200, b""
-        if "list-type" in path:
-            return 200, EMPTY_LIST
-        return refusal("NoSuchKey", 404)
-
-    with serving(old) as endpoint, opened(endpoint, prefix="p") as store:
-        path, digests = sealed(tmp_path)
-        store.check()
-        store.put_artifact(0, VERSION, path, digests, None)
-    assert any(path.endswith("rank-0.safetensors") for path in stored)
-
-
-def test_server_that_takes_checksums_gets_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuses", [True, False])
+def test_server_that_takes_checksums_gets_them_and_one_that_refuses_is_used_without(
+    tmp_path: Path, refuses: bool
+) -> None:
     checksums: dict[str, str] = {}
 
-    def modern(method: str, path: str, headers: dict[str, str]) -> Answer:
+    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if refuses and any(name.startswith("x-amz-checksum") for name in headers):
+            return refusal("InvalidRequest", 400)
         if method == "PUT":
             checksums[path.rpartition("/")[2]] = headers.get("x-amz-checksum-crc64nvme", "")
             return 200, b""
         return (200, EMPTY_LIST) if "list-type" in path else refusal("NoSuchKey", 404)
 
-    with serving(modern) as endpoint, opened(endpoint) as store:
+    with serving(answer) as endpoint, opened(endpoint, prefix="p") as store:
         path, digests = sealed(tmp_path)
+        store.check()
         store.put_artifact(0, VERSION, path, digests, None)
-    assert checksums["rank-0.safetensors"]
+    assert bool(checksums["rank-0.safetensors"]) is not refuses
 
 
 def test_conflicting_manifest_requests_are_repeated_until_one_is_decided() -> None:

@@ -49,8 +49,13 @@ def acknowledged(job: Stations, worker: int = 0) -> frozenset[Artifact]:
     )
 
 
-def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: MakeStations) -> None:
-    job = stations()
+@pytest.fixture
+def job(stations: MakeStations) -> Stations:
+    """Two workers, each of whom keeps the other's copies."""
+    return stations()
+
+
+def test_named_snapshot_and_every_delta_after_it_reach_the_holder(job: Stations) -> None:
     job[0].save(V(1, 1), MIB)
     job[0].save(V(2, 1), 5000, Kind.DELTA)
     job[0].save(V(3, 1), 5000, Kind.DELTA)
@@ -70,11 +75,10 @@ def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: Make
 
 
 def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_its_attempt(
-    stations: MakeStations,
+    job: Stations,
 ) -> None:
     """Else a sidecar that was just started says that it has no holders, and one that was just told of others
     that they have everything."""
-    job = stations()
     directive = job[0].state.directive
     assert directive is not None
     assert job[0].replicator.acknowledged(directive) == [(1, {})], "nothing was sent yet"
@@ -87,10 +91,7 @@ def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_
     assert job[0].replicator.acknowledged(later) == [(1, {})]
 
 
-def test_deltas_pass_while_a_snapshot_is_held_up(
-    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = stations()
+def test_deltas_pass_while_a_snapshot_is_held_up(job: Stations, monkeypatch: pytest.MonkeyPatch) -> None:
     job[0].save(V(1, 1), 9 * MIB)
     began, go_on = threading.Event(), threading.Event()
     real = Wire.send_chunk
@@ -139,9 +140,8 @@ def test_rank_whose_slots_are_full_at_the_holder_holds_up_no_other(stations: Mak
     assert snapshot(2, 0) not in acknowledged(job)
 
 
-def test_busy_holder_is_not_asked_in_a_circle(stations: MakeStations) -> None:
+def test_busy_holder_is_not_asked_in_a_circle(job: Stations) -> None:
     """However often something else changes meanwhile, offers to a holder without room become rarer."""
-    job = stations()
     offers = 0
     inbox = job[1].server.inbox
     seal = job[0].save(V(1, 1), MIB)
@@ -162,8 +162,7 @@ def test_busy_holder_is_not_asked_in_a_circle(stations: MakeStations) -> None:
     assert offers <= 8
 
 
-def test_copies_are_offered_again_in_the_next_attempt_and_not_sent_again(stations: MakeStations) -> None:
-    job = stations()
+def test_copies_are_offered_again_in_the_next_attempt_and_not_sent_again(job: Stations) -> None:
     job[0].save(V(1, 1), MIB)
     job[0].save(V(2, 1), 5000, Kind.DELTA)
     job[0].replicate(V(1, 1))
@@ -194,9 +193,8 @@ def test_copy_that_a_holder_has_no_more_does_not_count_and_is_brought_again(
 
 
 def test_copy_that_a_holder_frees_by_the_rule_while_it_is_asked_is_missed_by_nobody(
-    stations: MakeStations, caplog: pytest.LogCaptureFixture
+    job: Stations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = stations()
     for step in (1, 2):
         job[0].save(V(step, 1), MIB)
     job[0].replicate()
@@ -218,8 +216,7 @@ def test_copy_that_a_holder_frees_by_the_rule_while_it_is_asked_is_missed_by_nob
     assert acknowledged(job) == {snapshot(2)}
 
 
-def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(stations: MakeStations) -> None:
-    job = stations()
+def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(job: Stations) -> None:
     job[1].server.stop()
     job[0].save(V(1, 1), MIB)
     job[0].replicate(V(1, 1))
@@ -233,8 +230,7 @@ def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(station
     assert acknowledged(job) == {snapshot(1)}
 
 
-def test_own_copy_that_rotted_is_given_up_and_reported(stations: MakeStations) -> None:
-    job = stations()
+def test_own_copy_that_rotted_is_given_up_and_reported(job: Stations) -> None:
     seal = job[0].save(V(1, 1), 5 * MIB)
     job[0].flip(seal, Tier.LOCAL, 1)
     job[0].replicate(V(1, 1))
@@ -243,8 +239,7 @@ def test_own_copy_that_rotted_is_given_up_and_reported(stations: MakeStations) -
     assert not job[0].holds(snapshot(1), Tier.LOCAL)
 
 
-def test_stranger_with_a_guessed_token_gets_nothing(stations: MakeStations) -> None:
-    job = stations()
+def test_stranger_with_a_guessed_token_gets_nothing(job: Stations) -> None:
     stranger = Identity("uid-of-the-job", 0, "guessed", job.host(0))
     with pytest.raises(PeerRefused):
         dial(stranger, 1, job.peer(1), job.port)
@@ -293,16 +288,14 @@ def test_pieces_are_bounded_below_and_unlimited_without_a_rate() -> None:
     assert Portion(TokenBucket(None), 0.1).piece is None
 
 
-def test_change_of_the_policy_reaches_the_bucket(stations: MakeStations) -> None:
-    job = stations()
+def test_change_of_the_policy_reaches_the_bucket(job: Stations) -> None:
     job[0].replicate()
     assert job[0].replicator.bucket.rate is None
     job.next_attempt(policy=Policy(None, 1, 1, peer_bandwidth=123_456))
     until(lambda: job[0].replicator.bucket.rate == 123_456, "taken over")
 
 
-def test_offer_with_digests_that_cannot_be_true_is_refused(stations: MakeStations) -> None:
-    job = stations()
+def test_offer_with_digests_that_cannot_be_true_is_refused(job: Stations) -> None:
     seal = job[0].save(V(1, 1), MIB)
     for size, chunk in ((1 << 60, 1 << 59), (seal.digests.size, 0), (0, 4 * MIB), (9 * MIB, 4 * MIB)):
         wire = job[0].connect(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import safetensors
 
-from tests.sidecar.world import COME_BACK, FakeLauncher, MakeWorld, flip, until
+from tests.sidecar.world import COME_BACK, FakeLauncher, MakeWorld, World, flip, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.local import NamedRequest, Reply
@@ -14,8 +15,13 @@ from tiercheck.protocol.report import Exact, ResumeProof
 from tiercheck.protocol.version import Version
 
 
-def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """One worker, in its first attempt."""
+    return make_world().launch()
+
+
+def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(world: World) -> None:
     with world.ranks() as (rank,):
         assert rank.welcome.restore_version is None
         assert rank.save(10)
@@ -32,9 +38,8 @@ def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(make_world: Make
 
 
 def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_next_attempt(
-    make_world: MakeWorld,
+    world: World,
 ) -> None:
-    world = make_world().launch()
     with world.ranks() as (rank,):
         assert (rank.welcome.restore_source, world.report(0).trainer.resume) == ("", None)
         assert rank.save(10)
@@ -48,8 +53,7 @@ def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_nex
     assert world.report(0).trainer.resume is None
 
 
-def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(world: World) -> None:
     with world.ranks() as (rank,):
         rank.save(10)
         until(lambda: world.holds(0, 0, Version(10, 1)), "sealed")
@@ -61,8 +65,7 @@ def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(make_world: Ma
     assert not Path(torn).exists()
 
 
-def test_slot_whose_bytes_changed_while_the_sidecar_was_dead_is_not_held(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_slot_whose_bytes_changed_while_the_sidecar_was_dead_is_not_held(world: World) -> None:
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 10)
@@ -74,8 +77,7 @@ def test_slot_whose_bytes_changed_while_the_sidecar_was_dead_is_not_held(make_wo
     assert world.report(0).holdings == ()
 
 
-def test_own_copy_that_rotted_is_never_offered(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_own_copy_that_rotted_is_never_offered(world: World) -> None:
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 10)
@@ -91,8 +93,7 @@ def test_own_copy_that_rotted_is_never_offered(make_world: MakeWorld) -> None:
     assert "does not match its digest" in report.restore.ranks[0].failures[0]
 
 
-def test_writer_that_vanished_never_writes_into_a_slot_that_is_used_again(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_writer_that_vanished_never_writes_into_a_slot_that_is_used_again(world: World) -> None:
     rank = world.rank(0)
     rank.reserve(300_000)
     path = rank.begin(10).path
@@ -135,8 +136,7 @@ def test_memory_for_two_slots_saves_with_two(make_world: MakeWorld) -> None:
     assert world.report(0).memory.used <= 700_000
 
 
-def test_complete_slot_of_the_wrong_version_is_refused(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_complete_slot_of_the_wrong_version_is_refused(world: World) -> None:
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 11)
@@ -149,8 +149,7 @@ def test_complete_slot_of_the_wrong_version_is_refused(make_world: MakeWorld) ->
     assert world.report(0).holdings == ()
 
 
-def test_rank_of_an_older_attempt_is_refused(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_rank_of_an_older_attempt_is_refused(world: World) -> None:
     with world.ranks() as (old,):
         world.begin()
         assert "is over" in old.begin(10).error
@@ -160,8 +159,7 @@ def test_rank_of_an_older_attempt_is_refused(make_world: MakeWorld) -> None:
     assert world.report(0).counters.refused_stale >= 2
 
 
-def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(make_world: MakeWorld) -> None:
-    world = make_world().launch()
+def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(world: World) -> None:
     with world.ranks() as (rank,):
         rank.send(NamedRequest("dance"))
         assert rank.receive(Reply).error == "unknown request 'dance'"

@@ -79,42 +79,32 @@ def states(own: Vault) -> set[SlotState]:
     return {slot.state for slot in own._slots.values()}
 
 
-def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(own, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(vault, "digest_and_tag", fail)
-        with pytest.raises(RuntimeError, match="nobody thought"):
-            own.seal(path)
-    assert states(own) == {SlotState.FREE}
-    assert own.unfinished() == set()
-
-
-def test_slot_is_free_again_whatever_ended_its_completion(
-    own: Vault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(vault, "read_header", fail)
-        with pytest.raises(RuntimeError, match="nobody thought"):
-            save(own, 5)
-    assert states(own) == {SlotState.FREE}
-
-
-@pytest.mark.parametrize("where", ["SlotDraft", "write_seal"])
-def test_slot_of_a_copy_is_free_again_whatever_ended_it(
-    own: Vault, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(vault, where, fail)
-        with pytest.raises(RuntimeError, match="nobody thought"):
-            receive(own)
-    assert states(own) == {SlotState.FREE}
-
-
 def receive(own: Vault) -> None:
     plan = layout(SIZE)
     draft = own.draft(claim(plan.size))
     draft.view[:] = image(1, Version(5, 1), plan, world_size=2)
     draft.keep()
+
+
+@pytest.mark.parametrize(
+    ("where", "act"),
+    [
+        ("digest_and_tag", lambda own: own.seal(save(own, 5))),
+        ("read_header", lambda own: save(own, 5)),
+        ("SlotDraft", receive),
+        ("write_seal", receive),
+    ],
+    ids=["sealed", "completed", "copied", "copied and sealed"],
+)
+def test_slot_is_free_again_whatever_ended_what_it_was_for(
+    own: Vault, monkeypatch: pytest.MonkeyPatch, where: str, act: Callable[[Vault], object]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, where, fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            act(own)
+    assert states(own) == {SlotState.FREE}
+    assert own.unfinished() == set()
 
 
 def put_folder(path: Path) -> None:

@@ -1,23 +1,33 @@
 """Slots for snapshots, deltas and parity blocks: each of its kind, none at the cost of another.
 
-The stock that is kept up to date is the one that would be read anew.
+All stay within the vault's limit, and what is sealed stays readable. The stock that is kept up to date is the
+one that would be read anew.
 """
 
 from __future__ import annotations
 
 import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.sidecar.stations import image
-from tests.sidecar.vault.test_vault_bounds import LANE
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence, cost
-from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Branch, Digests, History, Kind, Share, Version, rebuildable
 from tiercheck_sidecar.digest import digest
@@ -27,6 +37,7 @@ from tiercheck_sidecar.vault.slots import MemoryTooSmall, SlotState
 from tiercheck_sidecar.vault.stock import HeldStock, MemoryStock, Where, where
 
 SNAPSHOT, DELTA = layout(300_000), layout(50_000)
+LANE = Share(0, (4, 5, 6))
 
 
 def v(step: int) -> Version:
@@ -220,10 +231,8 @@ def test_room_for_copies_of_larger_ranks_is_not_given_to_deltas(memory: Path) ->
         receive(vault, step, Kind.SNAPSHOT, 1_000_000)
 
 
-LAYOUT = SlotLayout.plan([("state", "U8", (64,), 64)])
-RANKS = (0, 1)
-ranks, kinds = st.sampled_from(RANKS), st.sampled_from(Kind)
 versions = st.builds(Version, st.integers(1, 6), st.integers(1, 2))
+kinds, sizes = st.sampled_from(Kind), st.integers(1, 120_000)
 HISTORIES = (History((Branch(1, 0),)), History((Branch(1, 0), Branch(2, 3))), History((Branch(2, 0, 4),)))
 
 
@@ -245,92 +254,136 @@ def follows(stock: MemoryStock) -> None:
         assert stock.accepted(history) is left, "it is found once"
 
 
-def content(rank: int, version: Version, kind: Kind) -> bytes:
-    head = LAYOUT.state_word + LAYOUT.header(rank, version, 2, {}, kind)
-    return head + bytes(LAYOUT.size - len(head))
-
-
-class Slots(RuleBasedStateMachine):
+class VaultUnderUse(RuleBasedStateMachine):
     """A vault, to which everything happens that can happen to it."""
-
-    folder: Path
 
     def __init__(self) -> None:
         super().__init__()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.vault = self.opened()
-        self.begun: list[Path] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="vault-"))
+        self.writing: list[tuple[Path, Artifact]] = []
+        self.sealed: Counter[tuple[Artifact, Tier]] = Counter()
+        self.plans: dict[int, tuple[int, int]] = {}
         self.before: dict[Where, MemoryStock] = {}
 
-    def opened(self) -> Vault:
-        vault = Vault(self.folder, 40 * cost(LAYOUT.size), RANKS)
-        vault.open()
-        for rank in RANKS:
-            vault.reserve(rank, LAYOUT.size, LAYOUT.size)
-        vault.host((2, 3))
-        vault.expect(3, Room(LAYOUT.size, LAYOUT.size))
-        vault.prepare()
-        return vault
-
-    @rule(rank=ranks, version=versions, kind=kinds)
-    def begin(self, rank: int, version: Version, kind: Kind) -> None:
-        try:
-            path = self.vault.begin(rank, version, kind)
-        except (NoFreeSlot, MemoryTooSmall):
-            return
-        path.write_bytes(content(rank, version, kind))
-        self.begun.append(path)
-
-    @rule(seal=st.booleans())
-    def end(self, seal: bool) -> None:
-        """What was begun first."""
-        if not self.begun:
-            return
-        path = self.begun.pop(0)
-        if seal:
-            self.vault.complete(path, 2)
-            self.vault.seal(path)
-        else:
-            self.vault.release(path)
-
-    @rule()
-    def lose(self) -> None:
-        if self.begun:
-            self.vault.discard(self.begun.pop())
-
-    @rule(rank=st.integers(0, 4), version=versions, kind=kinds, keep=st.booleans())
-    def receive(self, rank: int, version: Version, kind: Kind, keep: bool) -> None:
-        body = content(rank, version, kind)
-        tier = Tier.LOCAL if rank in RANKS else Tier.PEER
-        try:
-            draft = self.vault.draft(Seal(rank, version, 2, tier, digest(memoryview(body)), kind))
-        except NoFreeSlot:
-            return
-        draft.view[:] = body
-        if keep:
-            draft.keep()
-        else:
-            draft.release()
-
-    @rule(step=st.integers(1, 6), kind=kinds, tier=st.sampled_from((Tier.LOCAL, Tier.PEER)))
-    def free(self, step: int, kind: Kind, tier: Tier) -> None:
-        self.vault.evict(lambda seal: (seal.version.step, seal.kind, seal.tier) == (step, kind, tier))
-
-    @rule()
-    def free_while_it_is_read(self) -> None:
-        seal = next(iter(self.vault.held()), None)
-        if seal is not None:
-            with self.vault.pin(seal.artifact, seal.tier):
-                self.vault.evict(lambda each: each is seal)
-                self.stock_is_the_one_that_is_read_anew()
-
-    @rule(hosted=st.sets(st.integers(2, 4)))
-    def host(self, hosted: set[int]) -> None:
-        self.vault.host(hosted)
+    @initialize(limit=st.integers(300_000, 5_000_000))
+    def open(self, limit: int) -> None:
+        self.limit = limit
+        self.restart()
 
     @rule()
     def restart(self) -> None:
-        self.vault, self.begun, self.before = self.opened(), [], {}
+        self.vault = Vault(self.folder, self.limit, [0, 1])
+        self.vault.open()
+        self.vault.host([2, 3], [LANE])
+        self.writing.clear()
+        self.before.clear()
+        for rank in (0, 1):  # a trainer reserves anew with a sidecar that was restarted
+            self.reserve(rank, 20_000, 8_000)
+
+    @rule(rank=st.integers(0, 1), snapshot=sizes, delta=st.integers(0, 60_000))
+    def reserve(self, rank: int, snapshot: int, delta: int) -> None:
+        self.plans[rank] = (snapshot, delta)
+        try:
+            self.vault.reserve(rank, layout(snapshot).size, layout(delta).size if delta else 0)
+        except MemoryTooSmall:
+            return
+
+    @rule()
+    def prepare(self) -> None:
+        self.vault.prepare()
+
+    @rule(cadence=st.integers(2, 12), snapshot=sizes, delta=sizes)
+    def expect(self, cadence: int, snapshot: int, delta: int) -> None:
+        self.vault.expect(cadence, Room(snapshot, delta))
+
+    @rule(hosted=st.sets(st.integers(2, 4)))
+    def host(self, hosted: set[int]) -> None:
+        self.vault.host(hosted, [LANE])
+
+    @rule(rank=st.integers(0, 1), version=versions, kind=kinds, size=st.integers(1, 60_000))
+    def capture(self, rank: int, version: Version, kind: Kind, size: int) -> None:
+        snapshot, delta = self.plans[rank]
+        plan = layout(snapshot if kind is Kind.SNAPSHOT else min(size, max(1, delta)))
+        try:
+            path = self.vault.begin(rank, version, kind, plan.size)
+        except (NoFreeSlot, MemoryTooSmall):
+            return
+        with path.open("r+b") as file:
+            file.write(image(rank, version, plan, kind))
+        self.writing.append((path, Artifact(rank, version, kind)))
+
+    @precondition(lambda self: self.writing)
+    @rule(fate=st.sampled_from(["complete", "abandon", "lose"]))
+    def end_capture(self, fate: str) -> None:
+        path, artifact = self.writing.pop(0)
+        if fate == "abandon":
+            self.vault.release(path)
+        elif fate == "lose":
+            self.vault.discard(path)
+        else:
+            assert self.vault.complete(path, 8) is artifact.kind
+            assert self.vault.seal(path)
+            self.sealed[artifact, Tier.LOCAL] += 1
+
+    @rule(rank=st.integers(0, 4), version=versions, kind=kinds, size=sizes, keep=st.booleans())
+    def receive(self, rank: int, version: Version, kind: Kind, size: int, keep: bool) -> None:
+        """A copy, or what is restored."""
+        data, tier = image(rank, version, layout(size), kind), Tier.LOCAL if rank < 2 else Tier.PEER
+        try:
+            draft = self.vault.draft(Seal(rank, version, 8, tier, digest(memoryview(data)), kind))
+        except NoFreeSlot:
+            return
+        assert len(draft.view) == len(data)
+        draft.view[:] = data
+        if keep:
+            draft.keep()
+            self.sealed[Artifact(rank, version, kind), tier] += 1
+        else:
+            draft.release()
+
+    @rule(version=versions, kind=kinds, size=sizes, keep=st.booleans())
+    def fold(self, version: Version, kind: Kind, size: int, keep: bool) -> None:
+        seal = Seal(4, version, 8, Tier.PEER, digest(memoryview(bytes(size))), kind, LANE)
+        try:
+            draft = self.vault.draft(seal)
+        except NoFreeSlot:
+            return
+        assert not any(draft.view), "zeros to fold into"
+        draft.view[: min(8, size)] = b"x" * min(8, size)
+        if keep:
+            draft.keep(Seal(4, version, 8, Tier.PEER, digest(draft.view), kind, LANE))
+        else:
+            draft.release()
+
+    def _free(self, unwanted: Callable[[Seal], bool]) -> None:
+        gone = self.vault.evict(unwanted)
+        self.sealed -= Counter((seal.artifact, seal.tier) for seal in gone if not seal.share)
+
+    @rule(step=st.integers(1, 6))
+    def free_older(self, step: int) -> None:
+        self._free(lambda seal: seal.version.step < step)
+
+    @rule(step=st.integers(1, 6), kind=kinds, tier=st.sampled_from((Tier.LOCAL, Tier.PEER)))
+    def free(self, step: int, kind: Kind, tier: Tier) -> None:
+        self._free(lambda seal: (seal.version.step, seal.kind, seal.tier) == (step, kind, tier))
+
+    @rule()
+    def free_while_it_is_read(self) -> None:
+        seal = next((each for each in self.vault.held() if not each.share), None)
+        if seal is not None:
+            with self.vault.pin(seal.artifact, seal.tier):
+                self._free(lambda each: each is seal)
+                self.stock_is_the_one_that_is_read_anew()
+
+    @invariant()
+    def within_limit(self) -> None:
+        on_disk = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+        assert on_disk <= self.vault.used() <= self.limit
+
+    @invariant()
+    def sealed_is_held(self) -> None:
+        held = Counter((each.artifact, each.tier) for each in self.vault.held() if not each.share)
+        assert self.sealed == held
 
     @invariant()
     def stock_is_the_one_that_is_read_anew(self) -> None:
@@ -349,11 +402,19 @@ class Slots(RuleBasedStateMachine):
             assert self.before.get(name) != stock or self.before[name] is stock, "nothing changed here"
         self.before = dict(stocks)
 
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-def test_stock_is_the_one_that_would_be_read_anew_after_any_sequence_of_operations(tmp_path: Path) -> None:
-    Slots.folder = tmp_path / "slots"
-    often = settings(max_examples=40, stateful_step_count=30, deadline=None)
-    run_state_machine_as_test(Slots, settings=often)
+
+def test_stock_is_the_one_that_would_be_read_anew_after_any_sequence_of_operations() -> None:
+    """And the vault stays within its limit, and holds what was sealed."""
+    often = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(VaultUnderUse, settings=often)
 
 
 def test_same_artifact_in_two_slots_is_held_until_both_are_given_up() -> None:

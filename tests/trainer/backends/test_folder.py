@@ -1,15 +1,25 @@
-"""Promise: outside a cluster the newest version that is complete and intact is found."""
+"""Promise: outside a cluster the newest intact version is found, and read with the stored bits."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.crash_disk import CrashDisk
-from tests.trainer.small_runs import Run, adamw
+from tests.descriptors import open_descriptors
+from tests.trainer.small_runs import Run, adamw, same_bits, saved_run
+from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
+from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.restore import restoring
+from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
+from tiercheck.trainer.tensors.leaves import dtype_name
 
 
 def write(folder: Path, rank: int, world: int, step: int, content: bytes = b"x" * 100) -> None:
@@ -31,9 +41,7 @@ def found(folder: Path, rank: int = 0, world: int = 1) -> int | None:
 
 
 def test_corrupt_file_makes_it_fall_back_to_the_version_before(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(4)
-    run.checkpointer.close()
+    saved_run(tmp_path, 4)
     newest = tmp_path / "rank-0-of-1" / "000000000004-0.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
@@ -161,3 +169,155 @@ def test_whenever_the_power_goes_one_whole_version_is_left(
         complete.append(step)
     assert not saved[0].exists()
     assert saved[-1].exists()
+
+
+LARGE = 10_000_019
+"""Elements of fp32: above the size for which several threads read, and no multiple of the pieces they read.
+"""
+
+
+def store(path: Path, tensors: dict[str, Tensor]) -> SlotLayout:
+    layout = SlotLayout.plan(
+        [(name, dtype_name(one.dtype), tuple(one.shape), one.nbytes) for name, one in tensors.items()]
+    )
+    path.write_bytes(bytes(layout.size))
+    writer = SlotWriter(str(path))
+    views = writer.begin(layout)
+    for name, one in tensors.items():
+        views[name].copy_(one)
+    writer.finish(layout, 0, Version(1, 0), 1, {})
+    return layout
+
+
+def test_every_kind_of_target_gets_the_stored_bits(tmp_path: Path) -> None:
+    tensors = {
+        "large": torch.randn(LARGE),
+        "low": torch.randn(3, 5).to(torch.bfloat16),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "nothing": torch.empty(0, 4),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "transposed": torch.randn(6, 7),
+        "channels": torch.randn(2, 3, 4, 5),
+    }
+    store(tmp_path / "slot", tensors)
+    targets = {name: torch.zeros_like(one) for name, one in tensors.items()}
+    targets["transposed"] = torch.zeros(7, 6).t()
+    targets["channels"] = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    targets["complex"] = torch.zeros(4, dtype=torch.complex64).conj()
+    strides = {name: one.stride() for name, one in targets.items()}
+    SlotReader.open(str(tmp_path / "slot")).tensors().read_into(list(targets.items()))
+    same_bits(targets, tensors)
+    assert {name: one.stride() for name, one in targets.items()} == strides
+
+
+def test_parts_are_read_of_a_file_of_which_nothing_else_is_there(tmp_path: Path) -> None:
+    tensors = {
+        "large": torch.randn(LARGE),
+        "rows": torch.arange(60.0).view(6, 10),
+        "low": torch.randn(9).to(torch.bfloat16),
+    }
+    layout = store(tmp_path / "slot", tensors)
+    whole = (tmp_path / "slot").read_bytes()
+    wanted = [("large", 1234, torch.zeros(LARGE - 2000)), ("rows", 23, torch.zeros(2, 9))]
+    wanted.append(("low", 4, torch.zeros(3, dtype=torch.bfloat16)))
+    lent = bytearray(len(whole))
+    lent[: layout.data_begin] = whole[: layout.data_begin]
+    begins = {tensor.name: tensor.begin for tensor in layout.tensors}
+    for name, first, target in wanted:
+        begin = begins[name] + first * target.element_size()
+        lent[begin : begin + target.nbytes] = whole[begin : begin + target.nbytes]
+    (tmp_path / "lent").write_bytes(lent)
+    SlotReader.open(str(tmp_path / "lent")).tensors().read_parts(wanted)
+    for name, first, target in wanted:
+        assert torch.equal(target.view(-1), tensors[name].view(-1)[first : first + target.numel()]), name
+
+
+def test_only_the_target_is_written_and_torch_counts_the_change(tmp_path: Path) -> None:
+    store(tmp_path / "slot", {"x": torch.ones(8)})
+    around = torch.zeros(24)
+    inner = around[8:16]
+    before = around._version
+    SlotReader.open(str(tmp_path / "slot")).tensors().read_into([("x", inner)])
+    assert around.tolist() == [0.0] * 8 + [1.0] * 8 + [0.0] * 8
+    assert around._version > before
+
+
+@pytest.mark.parametrize("elements", [1000, LARGE])
+def test_file_cut_off_after_it_was_opened_is_refused_and_nothing_is_written(
+    tmp_path: Path, elements: int
+) -> None:
+    layout = store(tmp_path / "slot", {"x": torch.ones(elements)})
+    tensors = SlotReader.open(str(tmp_path / "slot")).tensors()
+    os.truncate(tmp_path / "slot", layout.size - 1)
+    target = torch.zeros(elements)
+    with pytest.raises(RestoreError, match=f"cut off: {layout.size - 1} of {layout.size} bytes"):
+        tensors.read_into([("x", target)])
+    assert not target.any()
+
+
+@pytest.mark.parametrize("elements", [1000, LARGE])
+def test_file_cut_off_while_it_is_read_is_refused(
+    tmp_path: Path, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = store(tmp_path / "slot", {"x": torch.ones(elements)})
+    tensors = SlotReader.open(str(tmp_path / "slot")).tensors()
+    read, cut = os.preadv, layout.size - 100
+
+    def cut_off(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        os.truncate(tmp_path / "slot", cut)
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_off)
+    with pytest.raises(RestoreError, match=f"nothing is at byte {cut}"):
+        tensors.read_into([("x", torch.zeros(elements))])
+
+
+def test_reads_that_bring_less_than_asked_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(1000)
+    store(tmp_path / "slot", {"x": x})
+    read = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda descriptor, buffers, offset: read(descriptor, [buffers[0][:7]], offset)
+    )
+    target = torch.zeros(1000)
+    SlotReader.open(str(tmp_path / "slot")).tensors().read_into([("x", target)])
+    assert torch.equal(target, x)
+
+
+def test_file_that_is_shorter_than_its_header_says_is_no_slot(tmp_path: Path) -> None:
+    layout = store(tmp_path / "slot", {"x": torch.ones(1000)})
+    os.truncate(tmp_path / "slot", layout.size - 1)
+    with pytest.raises(NotASlot, match="truncated"):
+        SlotReader.open(str(tmp_path / "slot"))
+
+
+def test_reader_leaves_no_open_file_behind(tmp_path: Path) -> None:
+    store(tmp_path / "slot", {"x": torch.ones(1000)})
+    for _ in range(3):
+        SlotReader.open(str(tmp_path / "slot")).tensors().read_into([("x", torch.zeros(1000))])
+    os.truncate(tmp_path / "slot", 5000)
+    with pytest.raises(NotASlot):
+        SlotReader.open(str(tmp_path / "slot"))
+    assert str(tmp_path / "slot") not in {leads_to for _, leads_to in open_descriptors()}
+
+
+def test_checkpoint_cut_off_before_the_load_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path, 2)
+    again = Run(adamw, tmp_path, seed=99)
+    before = again.state()
+    load_all = restoring.load_all
+
+    def cut_then_load(*arguments: Any, **named: Any) -> None:
+        (newest,) = (tmp_path / "rank-0-of-1").glob("000000000002-*.safetensors")
+        os.truncate(newest, newest.stat().st_size - 1)
+        load_all(*arguments, **named)
+
+    monkeypatch.setattr(restoring, "load_all", cut_then_load)
+    with pytest.raises(RestoreError, match="cut off"):
+        again.checkpointer.restore()
+    same_bits(again.state(), before)

@@ -86,10 +86,12 @@ def loop(
     between: At = id,
     after: At = id,
     loss_of: Callable[[Any], Tensor] = loss_of,
+    step: Callable[[], object] | None = None,
     **state: Any,
 ) -> Script:
     """The plain loop, with something before each step, between its gradients and its updates, and after
-    these. What is called with the number of the step has it from the state.
+    these. What is called with the number of the step has it from the state. `step`: in place of those of the
+    optimizers.
     """
     count = {"step": 0}
     if {before, between, after} != {id}:
@@ -103,12 +105,30 @@ def loop(
         loss = loss_of(model)
         loss.backward()
         between(count["step"])
-        for optimizer in optimizers:
-            optimizer.step()
+        for update in [step] if step else [optimizer.step for optimizer in optimizers]:
+            update()
         after(count["step"])
         return loss
 
     return Script(model, list(optimizers), update, state)
+
+
+def by_closure(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_of: Callable[[Any], Tensor] = loss_of,
+    between: At = id,
+) -> Script:
+    """The loop whose optimizer asks for the loss."""
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        between(0)
+        return loss
+
+    return Script(model, [optimizer], lambda: optimizer.step(evaluate))  # type: ignore[arg-type, return-value]
 
 
 def mean_square(rows: int, width: int) -> Callable[[Any], Tensor]:
@@ -178,25 +198,34 @@ def trained(build: Build, steps: int, **options: Any) -> tuple[Script, Checkpoin
     return script, checkpointer
 
 
-def survives_from_a_snapshot(build: Build, folder: Path) -> None:
-    """Restores step 5 of nine from its snapshot alone."""
-    whole, checkpointer = started(build, folder=folder, every=5)
+def saved(build: Build, folder: Path, steps: int = 7) -> Script:
+    """A run that has saved so many steps, and is over."""
+    whole, checkpointer = trained(build, steps, folder=folder, every=1)
+    with checkpointer:
+        checkpointer.wait()
+    return whole
+
+
+def survives_from_a_snapshot(build: Build, folder: Path, **options: Any) -> tuple[Script, Script]:
+    """Restores step 5 of nine from its snapshot alone. Returns that run, and the resumed one."""
+    whole, checkpointer = started(build, folder=folder, every=5, **options)
     with checkpointer:
         checkpointer.restore()
         losses = train(whole, checkpointer, 5)
         assert checkpointer.wait(DEADLINE)
         assert (checkpointer.captured, checkpointer.skipped) == (1, 0)
         losses += train(whole, checkpointer, STEP - 5)
-    again, checkpointer = started(build, seed=77, folder=folder, every=100)
+    again, checkpointer = started(build, seed=77, folder=folder, every=100, **options)
     with checkpointer:
         assert checkpointer.restore() == 5
         assert train(again, checkpointer, STEP - 5) == losses[5:]
+    return whole, again
 
 
-def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:
+def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0, **options: Any) -> None:
     """Restores step 9 from the snapshot of step 4 and five deltas. `missing`: deltas that may be skipped
     before step 4."""
-    whole, checkpointer = started(build)
+    whole, checkpointer = started(build, **options)
     checkpointer.restore()
     train(whole, checkpointer, STEP)
     checkpointer.wait(DEADLINE)
@@ -207,7 +236,7 @@ def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:
     checkpointer.close()
     assert checkpointer.deltas_skipped == missing
 
-    again, checkpointer = started(build, seed=77)
+    again, checkpointer = started(build, seed=77, **options)
     assert checkpointer.restore() == STEP
     same_bits(again.tensors(), tensors)
     assert again.hyper() == hyper

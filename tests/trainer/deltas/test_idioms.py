@@ -26,6 +26,7 @@ from tests.trainer.deltas.replaying import (
     WIDTH,
     Script,
     adam,
+    by_closure,
     loop,
     loss_of,
     master_weights,
@@ -65,30 +66,21 @@ def swap_pointers(model: nn.Module, *_: object) -> None:
 
 
 def averaged_beside() -> Script:
-    script = simple(adam)()
-    average = AveragedModel(script.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    inner = script.update
-
-    def update() -> Tensor:
-        loss = inner()
-        average.update_parameters(script.model)
-        return loss + 0 * average.module[0].weight.sum()
-
-    return Script(script.model, script.optimizers, update, {"average": average})
+    model = net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    follow = lambda _: average.update_parameters(model)  # noqa: E731
+    return loop(model, adam(model.parameters()), after=follow, average=average)
 
 
 def averaged_in_a_dict() -> Script:
-    script = simple(adam)()
-    shadow = {name: value.detach().clone() for name, value in script.model.named_parameters()}
-    inner = script.update
+    model = net()
+    shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    def update() -> Tensor:
-        loss = inner()
-        for name, value in script.model.named_parameters():
+    def follow(step: int) -> None:
+        for name, value in model.named_parameters():
             shadow[name].lerp_(value.detach(), 0.1)
-        return loss + 0 * sum(value.sum() for value in shadow.values())
 
-    return Script(script.model, script.optimizers, update, {"shadow": shadow})
+    return loop(model, adam(model.parameters()), after=follow, shadow=shadow)
 
 
 def stochastic_weight_average() -> Script:
@@ -140,17 +132,13 @@ def by_hand_alone() -> Script:
     model = net()
     optimizer = SGD(model.parameters(), lr=1e-2)
 
-    def update() -> Tensor:
-        model.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=optimizer.param_groups[0]["lr"])
-        return loss
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=optimizer.param_groups[0]["lr"])
 
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, step=step)
 
 
 class Sam(Optimizer):
@@ -289,13 +277,7 @@ def optimizer_in_backward() -> Script:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
-
-    def update() -> Tensor:
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return Script(model, list(optimizers.values()), update)
+    return loop(model, *optimizers.values(), step=lambda: None)
 
 
 def scheduled(kind: Callable[[Optimizer], Any]) -> Callable[[], Script]:
@@ -333,21 +315,16 @@ def thawed() -> Script:
 def made_anew() -> Script:
     """A second phase with an optimizer that the Checkpointer has never heard of."""
     model = net()
-    first = adam(model.parameters())
-    optimizers: list[Optimizer] = [first]
-    at = {"step": 0}
+    optimizers = [adam(model.parameters())]
 
-    def update() -> Tensor:
-        at["step"] += 1
-        if at["step"] == 6:
+    def before(step: int) -> None:
+        if step == 6:
             optimizers[0] = momentum(model.parameters())
-        optimizers[0].zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizers[0].step()
-        return loss
 
-    return Script(model, [first], update, {"at": at})
+    def step() -> None:
+        optimizers[0].step()
+
+    return loop(model, *optimizers, before=before, step=step)
 
 
 def masters() -> Script:
@@ -358,43 +335,18 @@ def masters() -> Script:
 def compiled_step() -> Script:
     model = net()
     optimizer = adam(model.parameters())
-    step = torch.compile(optimizer.step, backend="eager")
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, step=torch.compile(optimizer.step, backend="eager"))
 
 
 def closure() -> Script:
     model = net()
-    optimizer = momentum(model.parameters())
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return Script(model, [optimizer], lambda: optimizer.step(evaluate))
+    return by_closure(model, momentum(model.parameters()))
 
 
 def second_order() -> Script:
-    model = net()
+    model, batch = net(), torch.ones(4, WIDTH)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    batch = torch.ones(4, WIDTH)
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
-    return Script(model, [optimizer], lambda: optimizer.step(evaluate))  # type: ignore[arg-type, return-value]
+    return by_closure(model, optimizer, lambda model: model(batch).square().mean())
 
 
 def compiled() -> nn.Module:

@@ -268,56 +268,37 @@ class Scaled(SGD):
 
 def step_with_an_argument() -> Script:
     """The same one for so long that a probe sees nothing odd."""
-    model = net()
-    optimizer, count = Scaled(model.parameters(), lr=1e-2), {"step": 0}
+    model, argument = net(), dict[str, float]()
+    optimizer = Scaled(model.parameters(), lr=1e-2)
 
-    def update() -> Tensor:
-        count["step"] += 1
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step(scale=1.0 if count["step"] < 5 else 0.5)
-        return loss
+    def before(step: int) -> None:
+        argument["scale"] = 1.0 if step < 5 else 0.5
 
-    return Script(model, [optimizer], update, {"count": count})
+    return loop(model, optimizer, before=before, step=lambda: optimizer.step(**argument))
 
 
 def gradients_by_data() -> Script:
     """In memory that is used again, under another tensor each time, whose counter tells nothing."""
     model = net()
-    optimizer = momentum(model.parameters())
     sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
 
-    def update() -> Tensor:
-        loss = loss_of(model)
-        for parameter, own in zip(model.parameters(), sums, strict=True):
-            parameter.grad = None
-            own.zero_()
-        loss.backward()
+    def between(step: int) -> None:
         for parameter, own in zip(model.parameters(), sums, strict=True):
             assert parameter.grad is not None
-            parameter.grad = own.add_(parameter.grad).data
-        optimizer.step()
-        return loss
+            parameter.grad = own.zero_().add_(parameter.grad).data
 
-    return Script(model, [optimizer], update)
+    return loop(model, momentum(model.parameters()), between=between)
 
 
 def gradients_of_odd_strides() -> Script:
     model = net()
-    optimizer = momentum(model.parameters())
 
-    def update() -> Tensor:
-        loss = loss_of(model)
-        parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = (
-                gradient.t().contiguous().t() if gradient.dim() > 1 else gradient.mean().expand(WIDTH)
-            )
-        optimizer.step()
-        return loss
+    def between(step: int) -> None:
+        for parameter in model.parameters():
+            given: Any = parameter.grad
+            parameter.grad = given.t().contiguous().t() if given.dim() > 1 else given.mean().expand(WIDTH)
 
-    return Script(model, [optimizer], update)
+    return loop(model, momentum(model.parameters()), between=between)
 
 
 def rolled_back() -> Script:
@@ -386,15 +367,7 @@ def ensemble() -> Script:
 def in_a_thread() -> Script:
     model, thread = net(), ThreadPoolExecutor(1)
     optimizer = adam(model.parameters())
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        thread.submit(optimizer.step).result()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, step=lambda: thread.submit(optimizer.step).result())
 
 
 class Remembers(Optimizer):

@@ -1,19 +1,33 @@
-"""Promise: replay gives the same bits however the training loop treats its gradients."""
+"""Promise: replay gives the same bits however a loop treats its gradients, on every rank."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lives import Lives
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Script, loop, mean_square, survives
+from tests.trainer.deltas.replaying import Script, by_closure, loop, mean_square, survives
 from tests.trainer.restore.test_bitwise_restore import OPTIMIZERS
 from tests.trainer.small_runs import MakeOptimizer, Run, same_bits
+from tests.trainer.torch_limits import FSDP2_ON_CPUS, shards_by_fsdp2
+from tiercheck.protocol.artifacts.pieces import Box, Piece, cover
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.version import Kind
+from tiercheck.trainer.deltas.unseen import PATIENCE, Untold
+from tiercheck.trainer.state.slot_file import SlotReader
+from tiercheck.trainer.tensors import accelerator
+from tiercheck.trainer.tensors.samples import Sampler
 
 
 def small_model() -> nn.Module:
@@ -111,15 +125,7 @@ def channels_last() -> Script:
 
 def closure() -> Script:
     model = small_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return Script(model, [optimizer], lambda: optimizer.step(evaluate))
+    return by_closure(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss_of)
 
 
 def sparse_gradients() -> Script:
@@ -175,22 +181,19 @@ def test_updates_skipped_by_the_gradient_scaler_are_replayed_as_such(
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        position = {"step": 0}
 
-        def update() -> Tensor:
-            position["step"] += 1
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            scaler.scale(loss).backward()
-            if position["step"] in (6, 8):
+        def between(step: int) -> None:
+            if step in (6, 8):
                 model[0].weight.grad[0, 0] = float("inf")
+
+        def step() -> None:
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
             skipped.append(scaler.get_scale() < before)
-            return loss
 
-        return Script(model, [optimizer], update, {"scaler": scaler, "position": position})
+        scaled = lambda model: scaler.scale(loss_of(model))  # noqa: E731
+        return loop(model, optimizer, between=between, step=step, loss_of=scaled, scaler=scaler)
 
     survives(delta_sidecar, build)
     assert skipped.count(True) == 2
@@ -243,3 +246,165 @@ def test_replayed_run_continues_with_the_same_bits(
     same_bits(again.state(), whole.state())
     again.checkpointer.close()
     assert not delta_sidecar.asked("mismatch", Kind.DELTA)
+
+
+SCRIPT = Path(__file__).parents[1] / "sharded_script.py"
+KINDS = {"ddp": 4, "zero": 4, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
+KINDS = {kind: ranks for kind, ranks in KINDS.items() if FSDP2_ON_CPUS or not shards_by_fsdp2(kind)}
+"""Ways to be parallel, and how many ranks each is run on."""
+patient = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
+
+
+@dataclass
+class Trained:
+    """What the ranks of one kind said, in a whole run and in one that was resumed in new processes, and what
+    they stored."""
+
+    sidecars: list[ScriptedSidecar]
+    whole: list[dict[str, Any]]
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def trained(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
+    """Every kind, those of equal size in the same processes."""
+    found: dict[str, Trained] = {}
+    with contextlib.ExitStack() as stack:
+        for ranks in sorted(set(KINDS.values())):
+            kinds = [kind for kind in KINDS if KINDS[kind] == ranks]
+            folder = tmp_path_factory.mktemp("ranks")
+            sidecars: dict[str, list[ScriptedSidecar]] = {kind: [] for kind in kinds}
+            for rank, kind in itertools.product(range(ranks), kinds):
+                run_dir = folder / str(rank) / kind
+                run_dir.mkdir(parents=True)
+                sidecar = ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
+                stack.callback(sidecar.stop)
+                sidecars[kind].append(sidecar)
+            for kind, said in run(lives, folder, ranks, kinds, 13).items():
+                found[kind] = Trained(sidecars[kind], said)
+                for sidecar in sidecars[kind]:
+                    assert sorted(sidecar.completed(Kind.DELTA)) == list(range(5, 14)), kind
+                    assert not sidecar.asked("no-deltas"), kind
+                    sidecar.offer(base=4, step=9)
+            for kind, said in run(lives, folder, ranks, kinds, 13).items():
+                found[kind].resumed = said
+        yield found
+
+
+def run(
+    lives: Lives, folder: Path, ranks: int, kinds: list[str], steps: int
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said, by kind."""
+    env = {"TIERCHECK_RUN_DIR": str(folder), "TIERCHECK_ATTEMPT": "1"}
+    said = lives.run([], [SCRIPT, steps, *kinds], ranks=ranks, env=env)
+    return {kind: [lines[number] for lines in said] for number, kind in enumerate(kinds)}
+
+
+@patient
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_replays_its_shard(trained: dict[str, Trained], kind: str) -> None:
+    for one, other in zip(trained[kind].whole, trained[kind].resumed, strict=True):
+        assert (one["deltas"], one["skipped"]) == (9, 0)
+        assert other["restored"] == one["at"]
+        assert other["losses"] == one["losses"][9:]
+
+
+@patient
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
+    trained: dict[str, Trained], kind: str
+) -> None:
+    slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in trained[kind].sidecars]
+    held: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, slot in enumerate(slots):
+        for name, piece in slot.pieces.items():
+            assert slot.tensors()[name].numel() == piece.count
+            held.setdefault(name, []).append((rank, piece))
+    for pieces in held.values():
+        cover(Box.whole(pieces[0][1].shape), pieces)
+    if kind != "pipeline":  # each stage has layers of its own, as plain tensors
+        assert len(held) == 10 + 3 * 10
+    stored = sum(tensor.nbytes for slot in slots for tensor in slot.tensors().values())
+    once = sum(4 * math.prod(pieces[0][1].shape) for pieces in held.values())
+    assert stored <= 1.1 * once or kind == "pipeline"
+
+
+@pytest.fixture
+def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    monkeypatch.setattr(accelerator, "_HOST", {"meta"})
+    return {"model/target": torch.zeros(8), "model/codes": torch.zeros(8)}
+
+
+def watching(tensors: dict[str, Tensor]) -> Untold:
+    found = Untold()
+    found.watch(tensors)
+    found.begin()
+    return found
+
+
+def delta(untold: Untold, step: int, *told: str) -> str:
+    looked = untold.look()
+    assert looked is not None
+    return untold.delta(step, looked, told)
+
+
+def snapshot(untold: Untold, step: int, tensors: dict[str, Tensor]) -> None:
+    sums = Sampler().take(list(tensors.values())).sums
+    untold.snapshot(step, dict(zip(tensors, sums, strict=True)))
+
+
+def test_change_since_training_began_or_since_the_delta_before_is_named_once(
+    tensors: dict[str, Tensor],
+) -> None:
+    untold = watching(tensors)
+    tensors["model/target"].data.add_(1)
+    assert [delta(untold, step) for step in (1, 2)] == ["model/target", ""]
+    tensors["model/codes"].data.add_(1)
+    assert [delta(untold, step) for step in (3, 4)] == ["model/codes", ""]
+
+
+def test_what_a_delta_tells_of_may_change(tensors: dict[str, Tensor]) -> None:
+    untold = watching(tensors)
+    tensors["model/codes"].data.add_(1)
+    assert [delta(untold, 1, "model/codes"), delta(untold, 2)] == ["", ""]
+
+
+def test_delta_of_the_step_whose_snapshot_was_looked_at_first_does_not_pass(
+    tensors: dict[str, Tensor],
+) -> None:
+    """It would lead the chain before it to that step."""
+    untold = watching(tensors)
+    tensors["model/target"].data.add_(1)
+    snapshot(untold, 4, tensors)
+    assert [delta(untold, 4), delta(untold, 5)] == ["model/target", ""]
+
+
+def test_what_keeps_changing_ends_deltas(tensors: dict[str, Tensor]) -> None:
+    untold = watching(tensors)
+    for step in range(PATIENCE):
+        assert untold.hopeless == ""
+        tensors["model/target"].data.add_(1)
+        assert delta(untold, step) == "model/target"
+    assert untold.hopeless == "model/target"
+
+
+def test_host_memory_is_left_to_the_training_thread() -> None:
+    untold = Untold()
+    untold.watch({"model/target": torch.zeros(8)})
+    untold.begin()
+    assert untold.look() is None
+
+
+def test_what_a_delta_tells_of_may_change_although_the_snapshot_was_looked_at_first(
+    tensors: dict[str, Tensor],
+) -> None:
+    untold = watching(tensors)
+    for step in range(1, PATIENCE + 2):
+        tensors["model/codes"].data.add_(1)
+        snapshot(untold, step, tensors)
+        assert delta(untold, step, "model/codes") == ""
+    tensors["model/codes"].data.add_(1)
+    tensors["model/target"].data.add_(1)
+    snapshot(untold, PATIENCE + 2, tensors)
+    assert delta(untold, PATIENCE + 2, "model/codes") == "model/target"
+    assert untold.hopeless == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.trainer.inprocess.renewing_script import TIMES
 from tiercheck.protocol.names import ENV_ATTEMPT, ENV_JOINS, ENV_RUN_DIR
-from tiercheck_local.addresses import free_ports
+from tiercheck_local.markers import free_ports
 
 SCRIPT = Path(__file__).with_name("alone_script.py")
 

@@ -270,7 +270,7 @@ def test_loader_that_was_asked_before_its_first_batch_is_found(
 def test_layout_of_gradient_buckets_that_is_forgotten_is_found(
     how: list[str], verdict: str, lives: Lives, tmp_path: Path
 ) -> None:
-    argv = [Path(__file__).with_name("buckets_script.py"), tmp_path / "saved", "12"]
+    argv = [Path(__file__).parents[1] / "replicas" / "replica_runs.py", "proved", tmp_path / "saved", "12"]
     lives.run([], argv, ranks=4, kill_at=KILLED)
     said = lives.run([], [*argv, *how], ranks=4)
     assert {line["resumed"] for rank in said for line in rank if "resumed" in line} == {verdict}

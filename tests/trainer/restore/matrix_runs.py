@@ -35,7 +35,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.trainer.sharded_script import WIDE
 from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
 from tiercheck.trainer.replicas.replicas import Partitions
@@ -45,6 +44,8 @@ from tiercheck.trainer.state.live import Wrapped
 
 EVERY = 2
 TOGETHER = 8
+WIDE = 1301
+"""Wide enough for replicas to store shares of a layer, and no multiple of anything."""
 SECONDS = 120
 Kept = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 ELEMENTWISE: dict[str, Kept] = {
@@ -81,7 +82,7 @@ class Averaged(nn.Module):
 
 class Run:
     """A training on the ranks of the process group. `quirk`: tied, frozen, groups, bf16, averaged or
-    nothing.
+    nothing: then FSDP shards each layer by itself.
     """
 
     def __init__(self, kind: str, optimizer: str, quirk: str) -> None:
@@ -89,7 +90,8 @@ class Run:
         self.mesh = _mesh(AXES[kind], dist.get_world_size()) if kind in AXES else None
         torch.manual_seed(0)
         layers = [nn.Linear(9, 34), nn.ReLU(), nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 34), nn.ReLU()]
-        model = nn.Sequential(*layers, nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 5))
+        # Five rows leave some ranks none; of thirty, replicas store shares.
+        model = nn.Sequential(*layers, nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 5 if quirk else 30))
         if quirk == "frozen":
             model[2].weight.requires_grad_(False)
             model[4].bias.requires_grad_(False)
@@ -133,7 +135,10 @@ class Run:
             parallelize_module(model, mesh["tensor"], here)
         self._tie(model)
         if "data" in axes:
-            fully_shard(model, mesh=mesh[tuple(axis for axis in axes if axis in ("replica", "data"))])
+            data = mesh[tuple(axis for axis in axes if axis in ("replica", "data"))]
+            for layer in [] if self.quirk else [each for each in model if isinstance(each, nn.Linear)]:
+                fully_shard(layer, mesh=data)
+            fully_shard(model, mesh=data)
         return model
 
     def _tie(self, model: nn.Sequential) -> None:

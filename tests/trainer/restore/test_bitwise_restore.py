@@ -1,14 +1,27 @@
-"""Promise: after a restore, losses and tensors have the bits of a run never interrupted."""
+"""Promise: after a restore or a kill, a run has the bits of one never interrupted, whatever it draws."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits
+from tests.lives import Lives, Said
+from tests.trainer.deltas.replaying import Script, loop, mean_square, survives_from_a_snapshot
+from tests.trainer.restore.exact_lives import (
+    KILLED,
+    LIVES,
+    NEED_TORCHDATA,
+    STEPS,
+    averaged_weights,
+    descend,
+    net,
+)
+from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits, saved_run
+from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import DifferentState
@@ -99,29 +112,14 @@ def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_and_a_frozen_parameter(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    def build() -> Script:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].requires_grad_(False)
-        return model, [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5), adamw(model[2])]
+        optimizers = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5), adamw(model[2])
+        return loop(model, *optimizers, loss_of=mean_square(2, 4))
 
-    def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], checkpointer: Checkpointer) -> None:
-        model(torch.ones(2, 4)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        checkpointer.step()
-
-    model, optimizers = build()
-    with Checkpointer(model, optimizers, folder=tmp_path, every=2) as checkpointer:
-        update(model, optimizers, checkpointer)
-        update(model, optimizers, checkpointer)
-    again, optimizers_again = build()
-    with Checkpointer(again, optimizers_again, folder=tmp_path, every=100) as checkpointer_again:
-        assert checkpointer_again.restore() == 2
-        same_bits(again.state_dict(), model.state_dict())
-        for one, other in ((model, optimizers), (again, optimizers_again)):
-            update(one, other, checkpointer_again)
-    same_bits(again.state_dict(), model.state_dict())
+    whole, again = survives_from_a_snapshot(build, tmp_path)
+    same_bits(again.tensors(), whole.tensors())
 
 
 def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tmp_path: Path) -> None:
@@ -148,9 +146,7 @@ def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tm
 
 
 def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     other = nn.Linear(3, 3)
     before = other.weight.detach().clone()
     checkpointer = Checkpointer(other, adamw(other), folder=tmp_path)
@@ -160,9 +156,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path:
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     other = Run(OPTIMIZERS["sgd"], tmp_path)
     with pytest.raises(DifferentState, match="AdamW"):
         other.checkpointer.restore()
@@ -187,10 +181,117 @@ def test_state_that_outgrows_its_place_is_still_saved(tmp_path: Path) -> None:
 
 
 def test_missing_user_state_is_named(tmp_path: Path) -> None:
-    run = Run(adamw, tmp_path)
-    run.train(1)
-    run.checkpointer.close()
+    saved_run(tmp_path)
     again = Run(adamw, tmp_path)
     again.checkpointer._trained.state = {"sampler": {}}
     with pytest.raises((KeyError, RestoreError), match="sampler"):
         again.checkpointer.restore()
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
+UNTIL, EVERY = 40, 4
+SMALL = f"--steps {UNTIL} --layers 1 --width 32 --batch 2 --context 16 --every {EVERY}".split()
+
+
+def run(lives: Lives, folder: Path, kill_at: int | None = None) -> Said:
+    """What rank 0 of two said."""
+    words = [EXAMPLE, *SMALL, "--folder", folder]
+    said, _ = lives.run(["torch.distributed.fsdp", "tiercheck"], words, ranks=2, kill_at=kill_at)
+    return said
+
+
+@needs_fsdp2_on_cpus
+def test_killed_sharded_run_ends_with_the_same_losses_and_parameters(lives: Lives, tmp_path: Path) -> None:
+    whole = run(lives, tmp_path / "whole")
+    run(lives, tmp_path / "cut", kill_at=10)
+    resumed = run(lives, tmp_path / "cut")
+    first = resumed[0]["step"]
+    # After the newest version of which every rank's copy was complete.
+    assert first % EVERY == 1 < first < UNTIL
+    losses = {line["step"]: line["loss_hex"] for line in whole if "step" in line}
+    assert list(losses) == list(range(1, UNTIL + 1))
+    assert {line["step"]: line["loss_hex"] for line in resumed if "step" in line} == {
+        step: loss for step, loss in losses.items() if step >= first
+    }
+    assert resumed[-1]["digest"] == whole[-1]["digest"]
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_run_that_was_killed_twice_in_the_middle_of_an_update_has_the_same_losses(
+    lives: Lives, tmp_path: Path, name: str
+) -> None:
+    """Each life begins with other seeds and other weights than the one before it."""
+    if name in NEED_TORCHDATA and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+
+    def live(place: str, seed: int, killed: int | None) -> tuple[int, dict[int, str]]:
+        argv = [Path(__file__).with_name("exact_lives.py"), name, tmp_path / place, seed, killed or 0]
+        ((begun, *steps),) = lives.run([], argv, kill_at=killed)
+        return begun["first"], {line["step"]: line["loss"] for line in steps}
+
+    _, whole = live("whole", 1, None)
+    assert [*whole] == list(range(1, STEPS + 1))
+    cut = [live("cut", seed, killed) for seed, killed in enumerate((*KILLED, None), 1)]
+    assert [first for first, _ in cut] == [0, *(step - 1 for step in KILLED)]
+    assert {step: loss for _, losses in cut for step, loss in losses.items()} == whole
+
+
+def test_averaged_weights_lie_in_the_slot_as_tensors_of_their_own(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    update, checkpointer = averaged_weights(tmp_path)
+    with checkpointer:
+        checkpointer.restore()
+        checkpointer.step(update(lambda: None))
+    newest = max(tmp_path.rglob("*.safetensors"))
+    with safe_open(newest, "pt") as slot:
+        names = {name for name in slot.keys() if name.startswith("state/")}  # noqa: SIM118
+    assert "state/average/module.0.weight" in names
+    assert "state/average/n_averaged" in names
+    assert "state/teacher/weight" in names
+
+
+def test_version_without_the_averaged_weights_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, average = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        descend(lambda: None, model(torch.randn(4, 8)).square().mean(), optimizer)
+        checkpointer.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        Checkpointer(model, optimizer, state={"average": average}, folder=tmp_path) as again,
+        pytest.raises(ValueError, match=r"state/average/.* is only in the model"),
+    ):
+        again.restore()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_every_cuda_device_draws_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices, of which this process uses the second, then the first: the one it uses now is what it
+    was.
+    """
+    from tiercheck.trainer.state import user_state
+
+    states = [torch.tensor([1]), torch.tensor([2])]
+    current = 1
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(
+        cuda, "get_rng_state", lambda device=None: states[current if device is None else device]
+    )
+    monkeypatch.setattr(cuda, "get_rng_state_all", lambda: list(states))
+
+    def put(state: Tensor, device: int | None = None) -> None:
+        states[current if device is None else device] = state
+
+    monkeypatch.setattr(cuda, "set_rng_state", put)
+    taken = user_state.unpack(user_state.pack({}, {}))["random"]
+    states[:] = [torch.tensor([7]), torch.tensor([8])]
+    user_state.set_random_state(taken)
+    assert [int(state) for state in states] == [1, 2]
+    states[:], current = [torch.tensor([7])], 0
+    user_state.set_random_state(taken)
+    assert [int(state) for state in states] == [2]

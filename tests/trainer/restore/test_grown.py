@@ -20,9 +20,9 @@ from tests.trainer.deltas.replaying import (
     loop,
     mean_square,
     outcome,
+    saved,
     started,
     survives_from_a_snapshot,
-    trained,
 )
 from tests.trainer.small_runs import same_bits
 from tiercheck.trainer.checkpointer import Checkpointer
@@ -118,13 +118,6 @@ def test_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
     _, checkpointer = started(lambda: script(make=lambda: wider), folder=tmp_path)
     with checkpointer, pytest.raises(DifferentState, match=r"model/\d\.(weight|bias) is \("):
         checkpointer.restore()
-
-
-def saved(build: Callable[[], Script], folder: Path, steps: int = 7) -> Script:
-    whole, checkpointer = trained(build, steps, folder=folder, every=1)
-    with checkpointer:
-        checkpointer.wait()
-    return whole
 
 
 # Groups, and what is frozen.

@@ -22,6 +22,29 @@ from tiercheck.trainer.save.staging import Crew, copy_tensor
 DEADLINE = 30.0
 
 
+class HeldCopies:
+    """Copies that begin, and end once `go` is set. `of`: the thread that is held up; empty: whichever one."""
+
+    def __init__(self, of: str = "") -> None:
+        self.of, self.begun, self.go = of, threading.Event(), threading.Event()
+        self.done_by: list[str] = []
+
+    def __call__(self, target: Tensor, source: Tensor) -> None:
+        me = threading.current_thread().name
+        if self.of in ("", me):
+            self.begun.set()
+            assert self.go.wait(DEADLINE)
+        copy_tensor(target, source)
+        self.done_by.append(me)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldCopies:
+    copies = HeldCopies()
+    monkeypatch.setattr(staging, "copy_tensor", copies)
+    return copies
+
+
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     tensors = load_file(folder / "rank-0-of-1" / f"{step:012d}-0.safetensors")
     return {
@@ -48,16 +71,8 @@ def test_every_snapshot_is_the_state_after_its_step_though_training_goes_on_at_o
         same_bits(saved(tmp_path, step), state)
 
 
-def test_update_waits_until_the_copy_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copying_began, may_copy, at_the_barrier = threading.Event(), threading.Event(), threading.Event()
-    copy = staging.copy_tensor
-
-    def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        copying_began.set()
-        assert may_copy.wait(DEADLINE)
-        copy(target, source)
-
-    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
+def test_update_waits_until_the_copy_has_ended(tmp_path: Path, held: HeldCopies) -> None:
+    at_the_barrier = threading.Event()
     model = nn.Linear(64, 64)
     optimizer = adamw(model)
     optimizer.register_step_pre_hook(lambda *_: at_the_barrier.set())
@@ -67,74 +82,52 @@ def test_update_waits_until_the_copy_has_ended(tmp_path: Path, monkeypatch: pyte
     before = model.weight.detach().clone()
     at_the_barrier.clear()
     checkpointer.step()
-    assert copying_began.wait(DEADLINE)
+    assert held.begun.wait(DEADLINE)
     update = threading.Thread(target=optimizer.step)
     update.start()
     assert at_the_barrier.wait(DEADLINE)
     update.join(0.1)
     assert update.is_alive()
     assert torch.equal(model.weight, before)
-    may_copy.set()
+    held.go.set()
     update.join(DEADLINE)
     assert not torch.equal(model.weight, before)
     checkpointer.close()
     assert torch.equal(saved(tmp_path, 1)["model/weight"], before)
 
 
-def test_training_does_not_wait_for_the_copy_before_the_next_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_copy = threading.Event()
-    copy = staging.copy_tensor
-
-    def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        assert may_copy.wait(DEADLINE)
-        copy(target, source)
-
-    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
+def test_training_does_not_wait_for_the_copy_before_the_next_update(tmp_path: Path, held: HeldCopies) -> None:
     run = Run(adamw, tmp_path)
     run.update()
     norm_before = run.model.norm.running_mean.clone()
     run.checkpointer.step()  # returns although the copy cannot end
     run.model(torch.randn(16, 8)).sum().backward()
     assert not torch.equal(run.model.norm.running_mean, norm_before)  # forward moves buffers ...
-    may_copy.set()
+    held.go.set()
     run.checkpointer.close()
-    assert torch.equal(
-        saved(tmp_path, 1)["model/norm.running_mean"], norm_before
-    )  # ... but not those of the snapshot
+    # ... but not those of the snapshot
+    assert torch.equal(saved(tmp_path, 1)["model/norm.running_mean"], norm_before)
 
 
 def test_parameter_changed_behind_the_optimizers_back_never_makes_a_torn_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held: HeldCopies
 ) -> None:
-    changed, copying_began = threading.Event(), threading.Event()
-    copy = staging.copy_tensor
-
-    def copy_after_the_change(target: torch.Tensor, source: torch.Tensor) -> None:
-        copying_began.set()
-        assert changed.wait(DEADLINE)
-        copy(target, source)
-
-    monkeypatch.setattr(staging, "copy_tensor", copy_after_the_change)
     run = Run(adamw, tmp_path, keep=9)
     averaged = run.model.first.bias
     for _ in range(2):
-        changed.clear()
-        copying_began.clear()
+        held.go.clear()
+        held.begun.clear()
         run.update()
         run.checkpointer.step()
         expected = averaged.detach().clone()
-        assert copying_began.wait(DEADLINE)
+        assert held.begun.wait(DEADLINE)
         with torch.no_grad():
             averaged.mul_(0.5)
-        changed.set()
+        held.go.set()
         assert run.checkpointer.wait(DEADLINE)
     run.checkpointer.close()
-    assert (run.checkpointer.captured, run.checkpointer.skipped) == (
-        1,
-        1,
-    )  # refused once, then copied at once
+    # Refused once, then copied at once.
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (1, 1)
     assert torch.equal(saved(tmp_path, 2)["model/first.bias"], expected)
 
 
@@ -170,48 +163,29 @@ def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_thread_that_waits_takes_over_what_the_other_has_not_begun() -> None:
-    work = pairs(10)
-    held, begun = threading.Event(), threading.Event()
-    done_by: list[str] = []
-
-    def copy(target: Tensor, source: Tensor) -> None:
-        me = threading.current_thread().name
-        if me == "saver":
-            begun.set()
-            held.wait(DEADLINE)
-        copy_tensor(target, source)
-        done_by.append(me)
-
-    crew = Crew(work, copy)
+    work, held = pairs(10), HeldCopies("saver")
+    crew = Crew(work, held)
     saver = threading.Thread(target=crew.join, name="saver")
     saver.start()
-    assert begun.wait(DEADLINE)
+    assert held.begun.wait(DEADLINE)
     crew.help()
-    assert len(done_by) == 9, "all but the piece that the saver is at"
-    held.set()
+    assert len(held.done_by) == 9, "all but the piece that the saver is at"
+    held.go.set()
     saver.join(DEADLINE)
-    assert done_by.count("saver") == 1
+    assert held.done_by.count("saver") == 1
     assert all(torch.equal(target, source) for target, source in work)
 
 
 def test_join_waits_for_the_piece_that_a_helper_is_at() -> None:
-    work = pairs(2)
-    held, begun = threading.Event(), threading.Event()
-
-    def copy(target: Tensor, source: Tensor) -> None:
-        if threading.current_thread().name == "helper":
-            begun.set()
-            held.wait(DEADLINE)
-        copy_tensor(target, source)
-
-    crew = Crew(work, copy)
+    work, held = pairs(2), HeldCopies("helper")
+    crew = Crew(work, held)
     helper = threading.Thread(target=crew.help, name="helper")
     helper.start()
-    assert begun.wait(DEADLINE)
+    assert held.begun.wait(DEADLINE)
     joined = threading.Thread(target=crew.join)
     joined.start()
     assert not torch.equal(*work[0])
-    held.set()
+    held.go.set()
     joined.join(DEADLINE)
     assert not joined.is_alive()
     assert all(torch.equal(target, source) for target, source in work)

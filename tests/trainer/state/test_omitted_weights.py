@@ -1,4 +1,4 @@
-"""Promise: frozen weights that a script loads itself may be left out by name, and no others."""
+"""Promise: frozen weights are left out by name only, and two models never write over each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import Script, loop, mean_square
-from tests.trainer.small_runs import same_bits
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import (
+    Build,
+    Script,
+    loop,
+    mean_square,
+    started,
+    survives,
+    survives_from_a_snapshot,
+    train,
+    trained,
+)
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import RestoreError
@@ -60,85 +69,49 @@ def in_8_bits(seed: int) -> nn.Module:
 BASES: dict[str, Callable[[int], nn.Module]] = {"plain": plain, "4 bits": in_4_bits, "8 bits": in_8_bits}
 
 
-def script(base: nn.Module) -> Script:
-    model = Adapted(base)
-    trained = [*model.down.parameters(), *model.up.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    return loop(model, optimizer, loss_of=lambda model: mean_square(4, WIDTH)(model).float())
+OUT = {"leave_out": ("base.weight",)}
 
 
-def started(
-    one: Script, folder: Path | None = None, leave_out: tuple[str, ...] = ("base.weight",)
-) -> Checkpointer:
-    return Checkpointer(one.model, one.optimizers, folder=folder, every=4, leave_out=leave_out)
+def adapted(name: str, number: int = 1) -> Build:
+    def build() -> Script:
+        model = Adapted(BASES[name](number))
+        optimizer = torch.optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=1e-2)
+        return loop(model, optimizer, loss_of=lambda model: mean_square(4, WIDTH)(model).float())
 
-
-def train(one: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
-    losses = []
-    for _ in range(steps):
-        losses.append(float(one.update().detach()).hex())
-        checkpointer.step()
-        assert checkpointer.wait(30)
-    assert checkpointer.skipped == 0
-    return losses
+    return build
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_trained_on_it_comes_back(tmp_path: Path, name: str) -> None:
-    whole = script(BASES[name](1))
-    with started(whole, tmp_path) as checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 4)
-        stored = SlotReader.open(
-            next(str(path) for path in tmp_path.rglob("*") if path.suffix == ".safetensors")
-        )
-        assert not [each for each in stored.tensors() if "base" in each]
-        expected = train(whole, checkpointer, 3)
-    again = script(BASES[name](1))
-    with started(again, tmp_path) as checkpointer:
-        assert checkpointer.restore() == 4
-        assert train(again, checkpointer, 3) == expected
+    survives_from_a_snapshot(adapted(name), tmp_path, **OUT)
+    stored = SlotReader.open(str(next(tmp_path.rglob("*.safetensors"))))
+    assert not [each for each in stored.tensors() if "base" in each]
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_it_comes_back_from_deltas(delta_sidecar: ScriptedSidecar, name: str) -> None:
-    whole = script(BASES[name](1))
-    with started(whole) as checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 7)
-        assert sorted(delta_sidecar.completed(Kind.DELTA))[-1] == 7
-        delta_sidecar.offer(4, 7)
-        expected = train(whole, checkpointer, 2)
-    again = script(BASES[name](1))
-    with started(again) as checkpointer:
-        assert checkpointer.restore() == 7
-        assert train(again, checkpointer, 2) == expected
-    same_bits(dict(again.model.down.named_parameters()), dict(whole.model.down.named_parameters()))
+    survives(delta_sidecar, adapted(name), **OUT)
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_restore_onto_other_weights_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    whole = script(BASES[name](1))
-    with started(whole, tmp_path) as checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 4)
-    with (
-        started(script(BASES[name](2)), tmp_path) as checkpointer,
-        pytest.raises(RestoreError, match=r"base\.\w+.* is left out"),
-    ):
+    _, checkpointer = trained(adapted(name), 4, folder=tmp_path, every=4, **OUT)
+    with checkpointer:
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.skipped == 0
+    _, checkpointer = started(adapted(name, 2), folder=tmp_path, **OUT)
+    with checkpointer, pytest.raises(RestoreError, match=r"base\.\w+.* is left out"):
         checkpointer.restore()
     if name == "plain":
-        with (
-            started(script(plain(1)), tmp_path, ()) as checkpointer,
-            pytest.raises(DifferentState, match="only in the model"),
-        ):
+        _, checkpointer = started(adapted(name), folder=tmp_path)
+        with checkpointer, pytest.raises(DifferentState, match="only in the model"):
             checkpointer.restore()
 
 
 @pytest.mark.parametrize("name", ["4 bits", "8 bits"])
 def test_weights_that_cannot_be_stored_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
     with pytest.raises(NotCapturable, match=r"model/base\.weight: .*leave_out=\['base\.weight'\]"):
-        started(script(BASES[name](1)), tmp_path, ())
+        started(adapted(name), folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,16 +125,62 @@ def test_only_what_is_frozen_can_be_left_out(
     tmp_path: Path, pattern: str, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        started(script(plain(1)), tmp_path, (pattern,))
+        started(adapted("plain"), folder=tmp_path, leave_out=(pattern,))
 
 
 def test_weight_that_is_thawed_later_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = script(plain(1))
-    with started(one, tmp_path) as checkpointer:
+    one, checkpointer = started(adapted("plain"), folder=tmp_path, every=4, **OUT)
+    with checkpointer:
         checkpointer.restore()
         one.model.base.requires_grad_(True)
-        for _ in range(4):
-            one.update()
-            checkpointer.step()
+        train(one, checkpointer, 4)
         assert checkpointer.skipped == 1
     assert "base.weight is left out, and requires a gradient" in caplog.text
+
+
+def made(folder: Path | None = None, model: nn.Module | None = None) -> tuple[nn.Module, Checkpointer]:
+    model = nn.Linear(4, 4) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, Checkpointer(model, optimizer, folder=folder, every=1)
+
+
+def test_second_checkpointer_of_a_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    model, first = made(tmp_path / "here")
+    with first:
+        first.restore()
+        with pytest.raises(
+            ValueError, match=r"another Checkpointer of this process saves to .*/here: close it first"
+        ):
+            made(tmp_path / "elsewhere" / ".." / "here")
+        model(torch.randn(2, 4)).sum().backward()
+        first._trained.optimizers[0].step()
+        first.step()
+        assert first.wait(DEADLINE)
+        assert first.captured == 1
+    _, next_one = made(tmp_path / "here")
+    with next_one:
+        assert next_one.restore() == 1
+
+
+def test_each_folder_may_have_its_own(tmp_path: Path) -> None:
+    (_, one), (_, other) = made(tmp_path / "generator"), made(tmp_path / "critic")
+    with one, other:
+        assert (one.restore(), other.restore()) == (0, 0)
+
+
+def test_in_a_cluster_there_is_one_at_all(delta_sidecar: ScriptedSidecar) -> None:
+    _, first = made()
+    with first:
+        with pytest.raises(ValueError, match="give all models and optimizers to one"):
+            made()
+        first.restore()
+    assert len(delta_sidecar.hellos) == 1
+    assert not delta_sidecar.completed(Kind.SNAPSHOT)
+
+
+def test_one_that_was_refused_for_its_model_holds_no_place(tmp_path: Path) -> None:
+    sparse = nn.Linear(4, 4)
+    sparse.register_buffer("odd", torch.eye(4).to_sparse())
+    with pytest.raises(NotCapturable, match="sparse"):
+        made(tmp_path, sparse)
+    made(tmp_path)[1].close()

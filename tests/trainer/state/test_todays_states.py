@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.trainer.deltas.replaying import master_weights
+from tests.trainer.deltas.replaying import (
+    Build,
+    Script,
+    adam,
+    loop,
+    master_weights,
+    momentum,
+    net,
+    simple,
+    started,
+    train,
+    trained,
+)
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
@@ -26,67 +38,35 @@ from tiercheck.trainer.restore import resharding
 from tiercheck.trainer.restore.load import DifferentState
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
-Script = Callable[[int], "Run"]
 
-
-class Run:
-    """What a script makes at its start, and how it makes a step."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        before: Callable[[int], None] = lambda _: None,
-    ):
-        self.model, self.optimizers, self.before = model, list(optimizers), before
-
-    def step(self, number: int) -> float:
-        self.before(number)
-        torch.manual_seed(1000 + number)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss = self.model(torch.randn(4, 16)).float().square().mean()
-        loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return float(loss.detach())
-
-
-def lives(script: Script, folder: Path, *ends: int) -> list[float]:
+def lives(build: Build, folder: Path, *ends: int) -> list[str]:
     """Losses of the last life. Each trains from what is found until its end, with other initial weights than
     the one before."""
-    losses: list[float] = []
+    first, losses = 0, list[str]()
     for seed, end in enumerate(ends):
-        run = script(seed)
-        with Checkpointer(run.model, run.optimizers, folder=folder, every=3) as checkpointer:
-            first = checkpointer.restore()
-            assert first == (ends[seed - 1] if seed else 0)
-            losses = []
-            for number in range(first, end):
-                losses.append(run.step(number))
-                checkpointer.step()
+        script, checkpointer = started(build, seed, folder=folder, every=3)
+        with checkpointer:
+            assert checkpointer.restore() == first
+            losses = train(script, checkpointer, end - first)
             assert checkpointer.wait(30)
             assert checkpointer.skipped == 0
+        first = end
     return losses
 
 
-def assert_comes_back(script: Script, folder: Path) -> None:
-    whole = lives(script, folder / "whole", 12)
-    assert lives(script, folder / "cut", 6, 9, 12) == whole[9:]
+def assert_comes_back(build: Build, folder: Path) -> None:
+    whole = lives(build, folder / "whole", 12)
+    assert lives(build, folder / "cut", 6, 9, 12) == whole[9:]
 
 
-def resumed_elsewhere(script: Script, folder: Path, end: int) -> list[float]:
+def resumed_elsewhere(build: Build, folder: Path, end: int) -> list[str]:
     """Losses of a new life that reads the version as ranks of another mesh do: by its parts."""
-    run, found = script(77), find(folder)
+    found = find(folder)
     assert found.offer is not None
     found = dataclasses.replace(found, offer=dataclasses.replace(found.offer, path=""))
-    with Checkpointer(run.model, run.optimizers, found=found, every=100) as checkpointer:
-        return [run.step(number) for number in range(checkpointer.restore(), end)]
-
-
-def layers(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    script, checkpointer = started(build, 77, found=found, every=100)
+    with checkpointer:
+        return train(script, checkpointer, end - checkpointer.restore())
 
 
 class Halved(Tensor):
@@ -231,11 +211,7 @@ class Mixed(Own):
 def test_what_an_optimizer_keeps_comes_back_whatever_it_is_made_of(
     tmp_path: Path, kind: Callable[[Iterable[Tensor]], Optimizer]
 ) -> None:
-    def script(seed: int) -> Run:
-        model = layers(seed)
-        return Run(model, [kind(model.parameters())])
-
-    assert_comes_back(script, tmp_path)
+    assert_comes_back(simple(kind), tmp_path)
 
 
 def test_messages_name_parameters_and_print_no_tensor(tmp_path: Path) -> None:
@@ -262,8 +238,8 @@ def test_messages_name_parameters_and_print_no_tensor(tmp_path: Path) -> None:
         OddValues: r"optimizer0/0\.weight/by",
     }
     for kind, expected in words.items():
-        model = layers(0)
-        torch.nn.init.constant_(model[0].weight, 0.123)  # type: ignore[index]
+        model = net()
+        torch.nn.init.constant_(model[0].weight, 0.123)  # type: ignore[arg-type]
         with pytest.raises(NotCapturable, match=expected) as refused:
             Checkpointer(model, kind(model.parameters()), folder=tmp_path)
         assert "0.123" not in str(refused.value)
@@ -277,92 +253,93 @@ def test_object_that_could_not_be_read_back_is_told_with_its_name(
         def step(self, closure: Any = None) -> None:
             super().step()
             for state in self.state.values():
-                state["graph"] = Run
+                state["graph"] = Script
 
-    model = layers(0)
-    run = Run(model, [Odd(model.parameters())])
-    with Checkpointer(model, run.optimizers, folder=tmp_path, every=1) as checkpointer:
-        checkpointer.restore()
-        run.step(0)
-        checkpointer.step()
+    _, checkpointer = trained(simple(Odd), 1, folder=tmp_path, every=1)
+    with checkpointer:
         assert checkpointer.wait(30)
         assert checkpointer.captured == 0
     assert "optimizer0/0.weight/graph" in caplog.text
 
 
-def with_masters(seed: int) -> Run:
+def seeded(model: nn.Module, optimizer: Optimizer, change: Callable[[int], object] = id) -> Script:
+    """Its batches are those of the step, whatever a rank of another mesh would draw."""
+
+    def before(step: int) -> None:
+        torch.manual_seed(1000 + step)
+        change(step)
+
+    return loop(model, optimizer, before=before)
+
+
+def with_masters() -> Script:
     """Mixed precision by hand: the optimizer has parameters that no module has."""
-    torch.manual_seed(seed)
     model, optimizer, update = master_weights(16)
-    run = Run(model, [optimizer])
+    count = {"step": 0}
 
-    def step(number: int) -> float:
-        torch.manual_seed(1000 + number)
-        return float(update().detach())
+    def step() -> Tensor:
+        count["step"] += 1
+        torch.manual_seed(1000 + count["step"])
+        return update()
 
-    run.step = step  # type: ignore[method-assign]
-    return run
-
-
-def with_frozen(seed: int) -> Run:
-    model = layers(seed)
-
-    def freeze(number: int) -> None:
-        if number == 4:
-            model[0].requires_grad_(False)
-
-    return Run(model, [torch.optim.SGD(model.parameters(), lr=1e-2)], freeze)
+    return Script(model, [optimizer], step, {"count": count})
 
 
-def with_thawed(seed: int) -> Run:
-    model = layers(seed)
+def with_frozen() -> Script:
+    model = net()
+    change = lambda step: step == 5 and model[0].requires_grad_(False)  # noqa: E731
+    return seeded(model, momentum(model.parameters()), change)
+
+
+def with_thawed() -> Script:
+    model = net()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2)
+    optimizer = adam(model.parameters())
 
-    def thaw(number: int) -> None:
-        if number == 4:
+    def thaw(step: int) -> None:
+        if step == 5:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
 
-    return Run(model, [optimizer], thaw)
+    return seeded(model, optimizer, thaw)
 
 
-@pytest.mark.parametrize("script", [with_masters, with_frozen, with_thawed])
-def test_what_only_an_optimizer_has_and_what_was_frozen_or_thawed_on_the_way_comes_back(
-    tmp_path: Path, script: Script
-) -> None:
-    assert_comes_back(script, tmp_path)
-
-
-@pytest.mark.parametrize("script", [with_masters, with_frozen, with_thawed])
-def test_it_comes_back_on_other_ranks_too(tmp_path: Path, script: Script) -> None:
-    whole = lives(script, tmp_path / "whole", 12)
-    lives(script, tmp_path / "cut", 6)
-    assert resumed_elsewhere(script, tmp_path / "cut", 12) == whole[6:]
-
-
-def beside_the_model(seed: int) -> Run:
+def beside_the_model() -> Script:
     """As `with_masters`, but a module holds the memory of what the optimizer has."""
-    run = with_masters(seed)
-    for number, master in enumerate(run.optimizers[0].param_groups[0]["params"]):
-        run.model.register_buffer(f"master{number}", master.detach())
-    return run
+    script = with_masters()
+    for number, master in enumerate(script.optimizers[0].param_groups[0]["params"]):
+        script.model.register_buffer(f"master{number}", master.detach())
+    return script
+
+
+@pytest.mark.parametrize("build", [with_masters, with_frozen, with_thawed])
+def test_what_only_an_optimizer_has_and_what_was_frozen_or_thawed_on_the_way_comes_back(
+    tmp_path: Path, build: Build
+) -> None:
+    assert_comes_back(build, tmp_path)
+
+
+@pytest.mark.parametrize("build", [with_masters, with_frozen, with_thawed])
+def test_it_comes_back_on_other_ranks_too(tmp_path: Path, build: Build) -> None:
+    whole = lives(build, tmp_path / "whole", 12)
+    lives(build, tmp_path / "cut", 6)
+    assert resumed_elsewhere(build, tmp_path / "cut", 12) == whole[6:]
 
 
 @pytest.mark.parametrize("resumed", [lives, resumed_elsewhere], ids=lambda how: how.__name__)
 def test_optimizer_whose_own_parameters_no_version_holds_is_refused(
-    tmp_path: Path, resumed: Callable[..., list[float]]
+    tmp_path: Path, resumed: Callable[..., list[str]]
 ) -> None:
     lives(beside_the_model, tmp_path, 6)
 
-    def script(seed: int) -> Run:
-        run = beside_the_model(seed)
-        for number, master in enumerate(run.optimizers[0].param_groups[0]["params"]):
-            run.model.register_buffer(f"master{number}", master.detach().clone())
-        return run
+    def build() -> Script:
+        script = beside_the_model()
+        for number, master in enumerate(script.optimizers[0].param_groups[0]["params"]):
+            script.model.register_buffer(f"master{number}", master.detach().clone())
+        return script
 
     with pytest.raises((DifferentState, RestoreError), match="only in the optimizer"):
-        resumed(script, tmp_path, 6)
+        resumed(build, tmp_path, 6)
 
 
 def test_own_parameters_are_refused_where_their_numbers_mean_others(
@@ -379,13 +356,9 @@ def test_own_parameters_are_refused_where_their_numbers_mean_others(
 def test_what_is_made_of_several_tensors_is_refused_on_other_ranks(
     tmp_path: Path, kind: Callable[[Iterable[Tensor]], Optimizer]
 ) -> None:
-    def script(seed: int) -> Run:
-        model = layers(seed)
-        return Run(model, [kind(model.parameters())])
-
-    lives(script, tmp_path, 6)
+    lives(simple(kind), tmp_path, 6)
     with pytest.raises(DifferentState, match="several tensors"):
-        resumed_elsewhere(script, tmp_path, 12)
+        resumed_elsewhere(simple(kind), tmp_path, 12)
 
 
 @pytest.mark.parametrize(
@@ -402,25 +375,22 @@ def test_what_is_made_of_several_tensors_is_refused_on_other_ranks(
     ids=str,
 )  # fmt: skip
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    def script(values: Tensor) -> Run:
-        model = layers(0)
+    def build(values: Tensor) -> Script:
+        model = net()
         model.register_buffer("scales", values.view(dtype))
-        return Run(model, [torch.optim.SGD(model.parameters(), lr=1e-2)])
+        return loop(model, momentum(model.parameters()))
 
     try:
         torch.zeros(64, dtype=torch.uint8).view(dtype).clone()
     except NotImplementedError:
         pytest.skip("this torch cannot copy such a tensor itself")
     wanted = torch.arange(64, dtype=torch.uint8) % (2 if dtype is torch.bool else 64)
-    run = script(wanted.clone())
-    with Checkpointer(run.model, run.optimizers, folder=tmp_path, every=1) as checkpointer:
-        checkpointer.restore()
-        run.step(0)
-        checkpointer.step()
+    _, checkpointer = trained(lambda: build(wanted.clone()), 1, folder=tmp_path, every=1)
+    with checkpointer:
         assert checkpointer.wait(30)
         assert checkpointer.captured == 1
-    again = script(torch.zeros(64, dtype=torch.uint8))
-    with Checkpointer(again.model, again.optimizers, folder=tmp_path) as checkpointer:
+    again, checkpointer = started(lambda: build(torch.zeros(64, dtype=torch.uint8)), folder=tmp_path)
+    with checkpointer:
         assert checkpointer.restore() == 1
     assert torch.equal(again.model.scales.view(torch.uint8), wanted)  # type: ignore[operator, arg-type]
 

@@ -24,12 +24,23 @@ _LONGEST_LINE = 1024 * 1024
 
 
 class OrderListener:
-    """Of one rank. `interrupt` is called in its thread, once for each newer attempt."""
+    """Of one rank. `interrupt` is called in its thread, once for each newer attempt.
+
+    With a `refusal` it only says why the process cannot stay.
+    """
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, attempt: int, interrupt: Callable[[], None]
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        interrupt: Callable[[], None],
+        *,
+        refusal: str = "",
     ) -> None:
         self._path, self._rank, self._world_size = run_dir / SOCKET_NAME, rank, world_size
+        self.refusal = refusal
         self._attempt, self._interrupt = attempt, interrupt
         self._changed = threading.Condition()
         self._order: Order | None = None
@@ -89,7 +100,9 @@ class OrderListener:
         while not self._closed:
             with contextlib.suppress(OSError, Malformed), socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(str(self._path))
-                hello = Hello("listener", os.getpid(), self._rank, self._world_size, self._attempt)
+                hello = Hello(
+                    "listener", os.getpid(), self._rank, self._world_size, self._attempt, self.refusal
+                )
                 connection.sendall(to_json(hello) + b"\n")
                 with self._changed:
                     self._socket = connection

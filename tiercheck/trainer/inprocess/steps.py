@@ -51,7 +51,6 @@ class StepLoop:
         self._pause, self._go_on = pause, go_on
         self._listener: OrderListener | None = None
         self._inside = False
-        self._refused = False
         self.rewinds = 0
         """How often a step was left and made again."""
         self._rewound: int | None = None
@@ -80,22 +79,24 @@ class StepLoop:
 
     def enter(self) -> None:
         """A step begins."""
-        if self._listener is None and not self._refused and (run_dir := os.environ.get(ENV_RUN_DIR)):
-            if refusal := groups().refusal():
-                self._refused = True
-                self._warn(f"processes are started anew after each failure: {refusal}")
-            else:
-                attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
-                self._listener = OrderListener(
-                    Path(run_dir), self._rank, self._world_size, attempt, groups().disconnect
-                )
+        if self._listener is None and (run_dir := os.environ.get(ENV_RUN_DIR)):
+            self._listen(Path(run_dir))
         self._inside = True
+
+    def _listen(self, run_dir: Path) -> None:
+        refusal = groups().refusal()
+        if refusal:
+            self._warn(f"processes are started anew after each failure: {refusal}")
+        attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+        self._listener = OrderListener(
+            run_dir, self._rank, self._world_size, attempt, groups().disconnect, refusal=refusal
+        )
 
     def leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
         """The step has ended, or was left by `error`. Returns whether it is made again."""
         self._inside = False
         listener = self._listener
-        if error is None or listener is None:
+        if error is None or listener is None or listener.refusal:
             return False
         interrupted = isinstance(error, StepInterrupted) or (
             isinstance(error, Exception) and listener.is_interrupted
@@ -127,7 +128,6 @@ class StepLoop:
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
         self._rewound = self._go_on()
         self.rewinds += 1
-        if refusal := groups().refusal():
-            self._warn(f"processes are started anew after the next failure: {refusal}")
+        if groups().refusal():
             listener.close()
-            self._listener, self._refused = None, True
+            self._listen(Path(os.environ[ENV_RUN_DIR]))

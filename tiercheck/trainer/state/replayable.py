@@ -64,7 +64,7 @@ def hindrance(optimizer: Optimizer) -> str:
 def inseparable(optimizer: Optimizer) -> str:
     """Why a part of its parameters, cut anywhere, would not get the same bits; empty if it is known to.
 
-    Known by a test of every class (tests/trainer/proof/test_separable.py). A probe may then try out a part
+    Known by a test of every class (tests/trainer/proof/test_probes.py). A probe may then try out a part
     of a large tensor.
     """
     name = type(optimizer).__name__

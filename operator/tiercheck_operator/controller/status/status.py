@@ -344,6 +344,23 @@ def _deltas_active(look: _Look) -> _Told:
     return False, Finding(conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF, known.deltas_reason)
 
 
+def _in_process(look: _Look) -> _Told:
+    """Once every rank has made a step: before that no process stays."""
+    size, spec, reports = look.situation.size, look.situation.job.spec, look.reports
+    trainers = [report.trainer for report in reports.values()]
+    if size * spec.procs_per_worker == 1 or len(trainers) < size or look.findings.idle:
+        return None
+    if not spec.interrupt_seconds:
+        return False, Finding(conditions.PROCESSES_RESTART, "spec.recovery.inProcess is Never")
+    if any(each.first_step_at is None for each in trainers):
+        return None
+    for worker, report in sorted(reports.items()):
+        if report.trainer.listens < spec.procs_per_worker:
+            why = report.trainer.refusal or "its loop is not `with step` of checkpointer.steps"
+            return False, Finding(conditions.PROCESSES_RESTART, f"worker {worker}: {why}")
+    return True, Finding(conditions.PROCESSES_STAY, "the loss of a rank leaves the other processes running")
+
+
 def _remote_safe(look: _Look) -> _Told:
     """Once there was something to say. Only worker 0 tries the store; without it the last word stands."""
     first = look.reports.get(0)
@@ -437,6 +454,7 @@ _CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = 
     (conditions.PLACED, _placed, None),
     (conditions.PROTECTED, _protected, None),
     (conditions.DELTAS_ACTIVE, _deltas_active, None),
+    (conditions.IN_PROCESS, _in_process, None),
     (
         conditions.THROTTLED,
         lambda look: _told_if(

@@ -55,8 +55,7 @@ def test_delta_that_one_rank_skipped_costs_the_steps_after_it_and_the_reason_say
     gap = start + 6 - (start + 6) % 4 + 2
     world.skipped = {(1, gap)}
     world.tick_until(lambda: world.newest_step() > gap)
-    world.crash(0)
-    summary = world.recovered()
+    summary = world.recovered(crash=0)
     assert summary["step"] == gap - 1
     assert f"rank 1 lacks the delta of step {gap}" in summary["reason"]
 
@@ -68,8 +67,7 @@ def test_gap_in_own_memory_is_filled_from_a_peer_when_steps_are_worth_it() -> No
     victim = world.sidecar(1)
     victim.own = {each for each in victim.own if each.kind is Kind.SNAPSHOT}
     last = world.newest_step()
-    world.crash(0)
-    summary = world.recovered()
+    summary = world.recovered(crash=0)
     assert summary["step"] == last
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
 
@@ -79,8 +77,7 @@ def test_snapshot_from_the_remote_tier_is_brought_forward_by_deltas_in_memory() 
     last = world.newest_step()
     for sidecar in world.sidecars.values():
         sidecar.own = {each for each in sidecar.own if each.kind is Kind.DELTA}  # say, all were found bad
-    world.crash(0)
-    summary = world.recovered()
+    summary = world.recovered(crash=0)
     assert summary["step"] == last
     assert summary["tiers"]["remote"] == 4
     assert summary["deltas"] == last - max(v.step for v in world.remote if v.attempt == 1 and v.step <= last)
@@ -365,8 +362,7 @@ def test_parity_lets_a_job_fit_that_copies_do_not() -> None:
 def test_running_job_is_not_stopped_by_a_forecast() -> None:
     world = running_world()
     change(world, state_size=2**40)
-    world.crash(0)
-    world.recovered()
+    world.recovered(crash=0)
 
 
 def test_status_of_a_thousand_workers_stays_small() -> None:

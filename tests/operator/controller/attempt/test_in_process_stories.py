@@ -35,6 +35,19 @@ def test_lost_pod_is_replaced_by_one_that_joins_the_others() -> None:
     assert (world.summary["inProcess"], world.summary["restarted"]) == (3, 1)
 
 
+def test_job_says_before_a_failure_whether_its_processes_would_stay() -> None:
+    world = staying()
+    world.tick()
+    assert world.told("InProcess")[:2] == (True, "ProcessesStay")
+    world.refusal = "it uses NCCL"
+    world.tick()
+    assert world.told("InProcess") == (False, "ProcessesRestart", "worker 0: it uses NCCL")
+    world.staying, world.refusal = False, ""
+    world.tick()
+    assert "checkpointer.steps" in world.told("InProcess")[2]
+    assert trained(workers=4, interrupt_seconds=0.0).told("InProcess")[:2] == (False, "ProcessesRestart")
+
+
 @pytest.mark.parametrize("recovery", [{"interrupt_seconds": 0.0}, {}])
 def test_nobody_stays_who_must_not_or_cannot(recovery: dict[str, object]) -> None:
     world = staying(**recovery)

@@ -14,6 +14,12 @@ from tiercheck.protocol.version import Version
 from tiercheck_operator.model.status import JobRecord
 
 
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains."""
+    return trained()
+
+
 def test_a_new_job_gets_its_pods_and_trains_from_scratch() -> None:
     world = trained(0)
     assert sorted(pod.name for pod in world.pods.values()) == ["j-0-0", "j-1-0", "j-2-0", "j-3-0"]
@@ -52,15 +58,13 @@ def test_what_lies_behind_the_step_that_a_new_attempt_goes_back_to_is_no_longer_
 
 
 @pytest.mark.parametrize("reason", ["TerminationByKubelet", "Evicted", "Terminated", "DeletionByPodGC"])
-def test_pod_that_the_kubelet_fails_for_lack_of_memory_counts_as_evicted(reason: str) -> None:
-    world = trained()
+def test_pod_that_the_kubelet_fails_for_lack_of_memory_counts_as_evicted(world: World, reason: str) -> None:
     world.change_pod(1, phase="Failed", disruption=reason, message="The node was low on resource: memory.")
     world.recovered_from("PodEvicted", "low on resource")
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
 
-def test_evicted_pod_alone_is_replaced_and_restored_from_a_peer() -> None:
-    world = trained()
+def test_evicted_pod_alone_is_replaced_and_restored_from_a_peer(world: World) -> None:
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     world.evict(world.member(1))
     summary = world.recovered_from("PodEvicted")
@@ -71,8 +75,7 @@ def test_evicted_pod_alone_is_replaced_and_restored_from_a_peer() -> None:
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
 
-def test_worker_on_lost_node_is_restored_from_peer_elsewhere() -> None:
-    world = trained()
+def test_worker_on_lost_node_is_restored_from_peer_elsewhere(world: World) -> None:
     node = world.home(3)
     world.kill_node(node)
     world.until("Running", attempt=2)
@@ -82,8 +85,7 @@ def test_worker_on_lost_node_is_restored_from_peer_elsewhere() -> None:
     assert any(action.force for action in world.deleted)
 
 
-def test_workers_on_lost_rack_are_restored_from_the_other_rack() -> None:
-    world = trained()
+def test_workers_on_lost_rack_are_restored_from_the_other_rack(world: World) -> None:
     for name in ("n10", "n11"):
         world.kill_node(name)
     summary = world.recovered_from("DomainLost")
@@ -174,8 +176,7 @@ def test_crash_that_echoes_a_node_loss_spends_no_restart_and_is_never_announced_
     assert "TrainerCrash" not in world.notices
 
 
-def test_silent_sidecar_is_suspected_only_while_somebody_else_sees_trouble() -> None:
-    world = trained()
+def test_silent_sidecar_is_suspected_only_while_somebody_else_sees_trouble(world: World) -> None:
     uid = world.member(1)
     world.sidecars[uid].reachable = False
     world.train(30)
@@ -212,8 +213,7 @@ def test_crash_budget_spent_fails_the_job_and_names_worker_and_exit_code() -> No
     assert all(pod.terminal for pod in world.pods.values())
 
 
-def test_image_without_torch_fails_at_once_and_says_what_to_do() -> None:
-    world = trained()
+def test_image_without_torch_fails_at_once_and_says_what_to_do(world: World) -> None:
     world.crash(0, code=1, reason="TorchMissing")
     world.until("Failed")
     world.assert_told("Failed", "TorchMissing", "torch 2.6")
@@ -339,8 +339,7 @@ def test_job_managed_by_somebody_else_is_left_alone() -> None:
     assert world.status.conditions == ()
 
 
-def test_deleted_job_is_left_to_its_owner_references() -> None:
-    world = trained()
+def test_deleted_job_is_left_to_its_owner_references(world: World) -> None:
     world.job = replace(world.job, deleting=True)
     world.lose_all()
     created = len(world.created)
@@ -348,8 +347,7 @@ def test_deleted_job_is_left_to_its_owner_references() -> None:
     assert len(world.created) == created
 
 
-def test_release_is_held_back_until_the_last_rank_is_ready() -> None:
-    world = trained()
+def test_release_is_held_back_until_the_last_rank_is_ready(world: World) -> None:
     world._gone(world.member(1))
     attempts = set(world.starts)
     for _ in range(100):
@@ -384,8 +382,7 @@ def test_release_waits_for_the_last_trainer_container() -> None:
     world.until("Running")
 
 
-def test_sidecars_that_know_a_newer_attempt_than_the_status_are_overtaken() -> None:
-    world = trained()
+def test_sidecars_that_know_a_newer_attempt_than_the_status_are_overtaken(world: World) -> None:
     world.job = replace(world.job, status=JobRecord())
     world.tick()
     world.until("Running")
@@ -425,17 +422,15 @@ def test_status_that_was_restored_from_a_backup_is_brought_on_in_one_attempt() -
     assert f"attempt {newest} has begun before" in world.summary["message"]
 
 
-def test_attempt_that_one_sidecar_learned_of_elsewhere_is_passed_at_once() -> None:
+def test_attempt_that_one_sidecar_learned_of_elsewhere_is_passed_at_once(world: World) -> None:
     """As from an announcement in the remote tier, which the operator signed."""
-    world = trained()
     world.sidecars[world.member(1)].learned = 40
     world.until("Running", attempt=41)
     assert world.status.attempt == 41
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
-def test_operator_killed_in_the_middle_of_a_recovery_continues(moment: int) -> None:
-    world = trained()
+def test_operator_killed_in_the_middle_of_a_recovery_continues(world: World, moment: int) -> None:
     world._gone(world.member(1))
     for _ in range(6):
         world.tick(killed_after=moment % 5)

@@ -34,12 +34,17 @@ def echoed(world: World, *but: int) -> None:
 # What a pod's end looks like on a real kubelet.
 
 
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains, whose sidecars say whom they miss."""
+    return watched()
+
+
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 @pytest.mark.parametrize("grace", [1.0, 2.0, 8.0])
 def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_ended(
-    phase: str, grace: float
+    world: World, phase: str, grace: float
 ) -> None:
-    world = watched()
     world.ends_as, world.grace = phase, grace
     world.end_gracefully(world.member(1))
     summary = world.recovered_from("PodDeleted")
@@ -78,8 +83,7 @@ def test_pod_that_is_evicted_for_its_own_storage_limit_spends_restarts_until_the
         'Usage of EmptyDir volume "tiercheck-memory" exceeds the limit "1Gi". ',
     ],
 )
-def test_eviction_that_is_not_the_pods_own_doing_spends_none(said: str) -> None:
-    world = watched()
+def test_eviction_that_is_not_the_pods_own_doing_spends_none(world: World, said: str) -> None:
     uid = world.member(1)
     world.change_pod(uid, phase="Failed", disruption="Evicted", message=said)
     world._vanish(uid)
@@ -87,8 +91,7 @@ def test_eviction_that_is_not_the_pods_own_doing_spends_none(said: str) -> None:
     assert world.status.counted == 0
 
 
-def test_drain_that_ends_with_the_node_switched_off_was_a_drain() -> None:
-    world = watched()
+def test_drain_that_ends_with_the_node_switched_off_was_a_drain(world: World) -> None:
     node = world.home(1)
     world.change_nodes(schedulable=False)
     world.evict(world.member(1))
@@ -181,8 +184,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
     ) == {cause}
 
 
-def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_rack() -> None:
-    world = watched()
+def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_rack(world: World) -> None:
     for name in ("n10", "n11"):
         world.kill_node(name)
         world.train(1)
@@ -235,8 +237,7 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
     assert summary["cause"] in wanted[then].split()
 
 
-def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed_late() -> None:
-    world = watched()
+def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed_late(world: World) -> None:
     world.end_gracefully(world.member(1))
     world.slow_trainers.add(1)
     world.train(40, attempt=2)
@@ -249,8 +250,7 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
     assert summary["detectSeconds"] + summary["restoreSeconds"] <= summary["totalSeconds"]
 
 
-def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
-    world = watched()
+def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent(world: World) -> None:
     node, struck = world.home(1), world.now
     world.kill_node(node)
     world.train(3)
@@ -261,8 +261,7 @@ def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
     assert summary["totalSeconds"] <= world.now - struck
 
 
-def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down() -> None:
-    world = watched()
+def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down(world: World) -> None:
     node, uid = world.home(1), world.member(1)
     for _ in range(4):  # the kubelet holds it back for longer each time
         world.kill_sidecar(uid)
@@ -285,8 +284,7 @@ def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down() -> Non
 RESET = "RuntimeError: [gloo/tcp/pair.cc:589] Read error [10.0.0.7]:6301: Connection reset by peer"
 
 
-def test_rank_that_was_killed_is_blamed_before_the_peer_whose_connection_broke() -> None:
-    world = watched()
+def test_rank_that_was_killed_is_blamed_before_the_peer_whose_connection_broke(world: World) -> None:
     failed(world, 1, world.now, 1, "CollectiveFailed", RESET)
     failed(world, 0, world.now + 1, 137, "CollectiveFailed", RESET)
     summary = world.recovered()
@@ -309,16 +307,14 @@ def test_killed_rank_is_blamed_even_if_its_report_comes_after_a_long_sentence_of
     world.recovered_from("TrainerCrash", "worker 0")
 
 
-def test_worker_of_which_no_rank_could_say_why_is_blamed_before_those_that_name_a_peer() -> None:
+def test_worker_of_which_no_rank_could_say_why_is_blamed_before_those_that_name_a_peer(world: World) -> None:
     """torchrun ends with 1 when a rank was killed, and that rank says nothing."""
-    world = watched()
     echoed(world, 2)
     failed(world, 2, world.now + 2, 1)
     assert "worker 2" in world.recovered()["message"]
 
 
-def test_commands_that_were_stopped_are_blamed_last() -> None:
-    world = watched()
+def test_commands_that_were_stopped_are_blamed_last(world: World) -> None:
     for worker in (0, 1, 2):
         failed(world, worker, world.now - 1, 143)
     failed(world, 3, world.now, 1, "CollectiveFailed", RESET)

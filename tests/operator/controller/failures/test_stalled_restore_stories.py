@@ -35,6 +35,12 @@ def until_told(world: World) -> None:
     raise AssertionError("nobody is told")
 
 
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains, and gives a restore that stands still up."""
+    return trained(6, restore_stall=STALL)
+
+
 def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() -> None:
     world = trained(6, restore_stall=STALL, max_restarts=1)
     node, survivors = world.home(2), {world.member(worker) for worker in (0, 1, 3)}
@@ -57,9 +63,8 @@ def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() ->
     assert (world.status.counted, world.status.disruptions) == (1, 1), "what a mount does is nobody's crash"
 
 
-def test_what_is_said_of_it_does_not_change_from_second_to_second() -> None:
+def test_what_is_said_of_it_does_not_change_from_second_to_second(world: World) -> None:
     """Each change of the status is a write."""
-    world = trained(6, restore_stall=STALL)
     world.hanging = {0, 1, 2, 3}
     world.crash(3)
     until_told(world)
@@ -68,8 +73,7 @@ def test_what_is_said_of_it_does_not_change_from_second_to_second() -> None:
     assert restoring(world) == said
 
 
-def test_restore_to_which_bytes_come_is_waited_for_however_long_it_takes() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_restore_to_which_bytes_come_is_waited_for_however_long_it_takes(world: World) -> None:
     pods = set(world.pods)
     world.slow, world.slow_for = {2}, 10 * STALL
     world.crash(3)
@@ -81,8 +85,7 @@ def test_restore_to_which_bytes_come_is_waited_for_however_long_it_takes() -> No
     assert (world.status.restored_bytes, world.status.restore_bytes) == (0, 0)
 
 
-def test_nobody_moves_when_all_stand_still_and_it_goes_on_when_the_mount_is_back() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_nobody_moves_when_all_stand_still_and_it_goes_on_when_the_mount_is_back(world: World) -> None:
     pods = set(world.pods)
     world.hanging = {0, 1, 2, 3}
     world.crash(3)
@@ -96,9 +99,8 @@ def test_nobody_moves_when_all_stand_still_and_it_goes_on_when_the_mount_is_back
     assert set(world.pods) == pods
 
 
-def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of() -> None:
+def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of(world: World) -> None:
     """Each move may leave behind a pod that does not end, with its GPU."""
-    world = trained(6, restore_stall=STALL)
     world.hanging = {2}
     world.crash(3)
     world.train(int(8 * STALL))
@@ -118,12 +120,10 @@ def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of() -
     )
 
 
-def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node(world: World) -> None:
     node, pods = world.home(2), set(world.pods)
     world.dead_mounts = {node}
-    world.crash(3)
-    world.until("Running", attempt=4)
+    world.recovered(4, crash=3)
     assert len(world.starts) == 2, "nobody began beside it"
     assert world.status.disruptions == 2, "it was tried again where it was, and then elsewhere"
     assert world.home(2) != node
@@ -131,8 +131,7 @@ def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node() -> Non
     world.assert_back_from("RestoreStalled", "nothing came from the remote tier")
 
 
-def test_mount_that_is_dead_everywhere_moves_nobody_for_good() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_mount_that_is_dead_everywhere_moves_nobody_for_good(world: World) -> None:
     world.dead_mounts = {0, 1, 2, 3}
     world.crash(3)
     world.train(int(10 * STALL))
@@ -153,8 +152,7 @@ def test_worker_whose_memory_nobody_has_stays_where_it_is(remote: dict[str, obje
     world.recovered()
 
 
-def test_others_are_waited_for_before_a_memory_is_given_up() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_others_are_waited_for_before_a_memory_is_given_up(world: World) -> None:
     world.hanging, world.slow, world.slow_for = {2}, {1}, 5 * STALL
     world.crash(3)
     world.train(int(4 * STALL))
@@ -163,8 +161,7 @@ def test_others_are_waited_for_before_a_memory_is_given_up() -> None:
     assert [action.name for action in world.deleted] == ["j-2-0"]
 
 
-def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone(world: World) -> None:
     world.crash(3)
     world.tick()
     sidecar = world.sidecar(2)
@@ -177,8 +174,7 @@ def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone() -> 
     assert world.deleted == []
 
 
-def test_senseless_numbers_of_a_sidecar_fit_into_the_status() -> None:
-    world = trained(6, restore_stall=STALL)
+def test_senseless_numbers_of_a_sidecar_fit_into_the_status(world: World) -> None:
     world.hanging = {2}
     world.crash(3)
     world.train(3)

@@ -157,8 +157,7 @@ def test_job_whose_spare_is_refused_trains_and_comes_back_and_says_so_until_it_h
         conditions.REFUSED,
     )
     assert QUOTA in world.condition("SparesReady").message
-    world.crash(1)
-    world.recovered(2)
+    world.recovered(crash=1)
     world.end_gracefully(world.member(2))
     world.recovered(3)
     world.refuses = refusing()
@@ -174,8 +173,7 @@ def test_worker_whose_move_is_refused_trains_on_and_others_are_restarted_in_plac
     world.train(5)
     world.assert_told("Placed", (True, conditions.REFUSED), QUOTA)
     pods = set(world.pods)
-    world.crash(2)
-    world.recovered(2)
+    world.recovered(crash=2)
     assert set(world.pods) == pods
     world.change_nodes(node, leaving="")
     world.train(2)

@@ -559,8 +559,7 @@ def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_sam
     world.change(snapshot_every=1000)
     shrunk(world, 3)
     assert begun(world) == ([0, 1, 2], newest)
-    world.crash(1)
-    world.until("Running", attempt=3)
+    world.recovered(3, crash=1)
     assert begun(world) == ([0, 1, 2], newest), "from the larger job once more"
 
 

@@ -33,10 +33,15 @@ def die_often(world: World, uid: str, times: int) -> None:
 # Sidecars that start.
 
 
-def test_replacement_whose_sidecar_still_starts_is_waited_for() -> None:
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains, on nodes of which Kubernetes notices a loss after 40 s."""
+    return watched(node_grace=40)
+
+
+def test_replacement_whose_sidecar_still_starts_is_waited_for(world: World) -> None:
     """On a busy node python takes longer than the 10 s after which a silent sidecar is given up while
     training stands still."""
-    world = watched(node_grace=40)
     world.start_seconds = 25
     world.crash(0)  # the others' collectives broke, as they do when a pod is evicted
     world.evict(world.member(3))
@@ -53,8 +58,7 @@ def test_first_pods_that_start_slowly_are_waited_for() -> None:
     assert world.status.attempt == 1
 
 
-def test_sidecar_that_has_never_answered_although_its_startup_probe_ran_out_is_replaced() -> None:
-    world = watched(node_grace=40)
+def test_sidecar_that_has_never_answered_although_its_startup_probe_ran_out_is_replaced(world: World) -> None:
     world.start_seconds = 1e9
     world.evict(world.member(3))
     world.train(100)
@@ -66,8 +70,7 @@ def test_sidecar_that_has_never_answered_although_its_startup_probe_ran_out_is_r
 # Sidecars that end.
 
 
-def test_killed_sidecar_on_a_busy_node_is_waited_for_while_training_goes_on() -> None:
-    world = watched(node_grace=40)
+def test_killed_sidecar_on_a_busy_node_is_waited_for_while_training_goes_on(world: World) -> None:
     uid = world.member(1)
     world.containers[uid].start_seconds = 30
     world.kill_sidecar(uid)
@@ -126,9 +129,8 @@ def test_first_end_of_a_sidecar_is_told_while_it_starts_again() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "hung"])
 def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet_calls_it_well(
-    how: str,
+    world: World, how: str
 ) -> None:
-    world = watched(node_grace=40)
     setattr(world.sidecars[world.member(1)], how, True)
     assert_trains_on(world, 4)
     assert not world.told("Protected")[0]
@@ -143,23 +145,20 @@ def killed_twice(world: World, uid: str) -> None:
     world.kill_sidecar(uid)
 
 
-def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps() -> None:
+def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps(world: World) -> None:
     """Its kubelet says that it is well, and no call gets through: the network of the pods is away, that of
     the trainers is not."""
-    world = watched(node_grace=40)
     world.fabric = True
     node_3 = world.home(3)
     world.cut_off(node_3)
     assert_trains_on(world, 120)
 
 
-def test_crash_while_a_sidecar_is_held_back_for_seconds_waits_for_it() -> None:
-    world = watched(node_grace=40)
+def test_crash_while_a_sidecar_is_held_back_for_seconds_waits_for_it(world: World) -> None:
     uids = {world.member(worker) for worker in range(4)}
     killed_twice(world, world.member(1))
     world.train(3)
-    world.crash(2)
-    world.until("Running", attempt=2)
+    world.recovered(crash=2)
     assert {world.member(worker) for worker in range(4)} == uids, "its memory is worth ten seconds"
     assert world.deleted == []
 
@@ -172,10 +171,9 @@ def long_held_back(world: World, uid: str) -> None:
     assert world.pods[uid].sidecar.back_off >= 160
 
 
-def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_as_others_keep_what_it_held() -> (
-    None
-):
-    world = watched(node_grace=40)
+def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_as_others_keep_what_it_held(
+    world: World,
+) -> None:
     uid, where = world.member(1), world.home(1)
     long_held_back(world, uid)
     world.crash(2)
@@ -199,10 +197,9 @@ def test_crash_while_the_only_copy_is_held_back_for_minutes_waits_for_it() -> No
     assert world.deleted == []
 
 
-def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_give_up() -> None:
+def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_give_up(world: World) -> None:
     """`started` may be told before our next call gets through: the back-off before that is not held against
     it."""
-    world = watched(node_grace=40)
     uid = world.member(1)
     killed_twice(world, uid)
     world.crash(2)
@@ -215,8 +212,7 @@ def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_
     assert world.deleted == []
 
 
-def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> None:
-    world = watched(node_grace=40)
+def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds(world: World) -> None:
     uid = world.member(1)
     long_held_back(world, uid)
     died = world.now
@@ -228,8 +224,7 @@ def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> N
 # Nodes that are not ready.
 
 
-def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None:
-    world = watched(node_grace=40)
+def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing(world: World) -> None:
     world.stop_kubelets()
     assert_trains_on(world, 115)
     assert all(each.lost for each in world.nodes.values())
@@ -245,8 +240,7 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
     assert world.told("Placed")[1] == "AllPlaced"
 
 
-def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards() -> None:
-    world = watched(node_grace=40)
+def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards(world: World) -> None:
     world.nodes = {
         name: replace(each, labels={"kubernetes.io/hostname": name}) for name, each in world.nodes.items()
     }
@@ -269,8 +263,7 @@ def test_operator_that_restarts_in_such_an_outage_deletes_nobody_and_a_crash_res
         world.forget()
         world.reconcile()
         world.train(3, attempt=1)
-    world.crash(2)
-    world.recovered()
+    world.recovered(crash=2)
     assert world.deleted == []
 
 
@@ -325,8 +318,7 @@ def test_sidecars_that_were_just_started_do_not_vouch_that_training_has_stopped(
     assert why_lost(replace(back, now=back.now + 5.0), pod)
 
 
-def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_eviction() -> None:
-    world = watched(node_grace=40)
+def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_eviction(world: World) -> None:
     world.heartbeats = False
     died = world.now
     world.kill_node(world.home(3))
@@ -335,8 +327,7 @@ def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_evicti
     assert world.summary["cause"] == "NodeLost"
 
 
-def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
-    world = watched(node_grace=40)
+def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive(world: World) -> None:
     name = world.home(3)
     labels = world.nodes[name].labels
     world.nodes[name] = node(name, labels, unready="Unknown", out_of_service=True)
@@ -377,8 +368,7 @@ def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
     assert world.home(1) != name
 
 
-def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
-    world = watched(node_grace=40)
+def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere(world: World) -> None:
     name = world.home(3)
     world.stop_kubelets(name)
     world.train(60)
@@ -407,14 +397,12 @@ def test_node_whose_processes_are_all_dead_is_recognised_and_avoided_although_it
     assert "kubelet" in world.summary["message"]
 
 
-def test_sidecar_that_was_killed_with_training_is_not_taken_for_a_dead_node() -> None:
+def test_sidecar_that_was_killed_with_training_is_not_taken_for_a_dead_node(world: World) -> None:
     """Its kubelet speaks, so it lives."""
-    world = watched(node_grace=40)
     uid = world.member(3)
     world.containers[uid].start_seconds = 40
     world.kill_sidecar(uid)
-    world.crash(3)
-    world.until("Running", attempt=2)
+    world.recovered(crash=3)
     assert world.member(3) == uid
     assert world.deleted == []
 
@@ -424,11 +412,10 @@ def test_sidecar_that_was_killed_with_training_is_not_taken_for_a_dead_node() ->
 
 @pytest.mark.parametrize(("version", "seconds"), [("v1.35.2", 90), ("v1.35.0-gke.100", 90), ("v1.36.1", 900)])
 def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_replaced(
-    version: str, seconds: int
+    world: World, version: str, seconds: int
 ) -> None:
     """kubernetes/kubernetes#136969: after a restart of the kubelet, trainers that end stay ended beside a
     sidecar that runs."""
-    world = watched(node_grace=40)
     uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet=version)
     world.slow_trainers.add(1)
@@ -448,8 +435,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
     assert ("#136969" in told) is version.startswith("v1.35.")
 
 
-def test_trainer_that_ended_well_or_is_held_back_is_not_one_that_was_forgotten() -> None:
-    world = watched(node_grace=40)
+def test_trainer_that_ended_well_or_is_held_back_is_not_one_that_was_forgotten(world: World) -> None:
     uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet="v1.35.1")
     for status in (

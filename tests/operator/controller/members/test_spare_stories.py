@@ -232,8 +232,7 @@ def test_suspended_job_gives_its_spares_back_and_gets_new_ones_as_a_completed_on
 
 def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_refused() -> None:
     world, spare = with_spare()
-    world.crash(0)
-    world.recovered()
+    world.recovered(crash=0)
     world.evict(world.member(3))
     world.recovered(3)
     assert world.member(3) == spare.uid

@@ -20,9 +20,14 @@ from tiercheck_operator.model.actions import CreatePod, DeletePod, ProbeSidecar
 from tiercheck_operator.model.observed import ContainerView, HostSign, NodeView, Observation, WorkerReport
 
 
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains, whose sidecars say whom they miss."""
+    return watched()
+
+
 @pytest.mark.parametrize("rack", [False, True])
-def test_dead_node_or_rack_is_left_in_seconds_because_its_peers_miss_it(rack: bool) -> None:
-    world = watched()
+def test_dead_node_or_rack_is_left_in_seconds_because_its_peers_miss_it(world: World, rack: bool) -> None:
     dead, died = {"n10", "n11"} if rack else {world.home(3)}, world.now
     for name in dead:
         world.kill_node(name)
@@ -35,9 +40,8 @@ def test_dead_node_or_rack_is_left_in_seconds_because_its_peers_miss_it(rack: bo
 
 
 @pytest.mark.parametrize("seconds", range(1, 12))
-def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int) -> None:
+def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(world: World, seconds: int) -> None:
     """A pod that was put onto the node that died next would wait there until Kubernetes notices."""
-    world = watched()
     first, second = "n10", "n11"
     world.liked = second
     world.kill_node(first)
@@ -50,10 +54,9 @@ def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int)
 
 @pytest.mark.parametrize("told_by", ["us", "a peer"])
 def test_new_pod_stays_away_from_a_node_that_has_just_fallen_silent(
-    told_by: str, monkeypatch: pytest.MonkeyPatch
+    world: World, told_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node of a dead rack is given up a moment before the other. Nobody but us knows of that one yet."""
-    world = watched()
     first, second = "n10", "n11"
     world.kill_node(first)
     monkeypatch.setattr(world, "reconcile", lambda killed_after=None: None)  # what follows is decided below
@@ -110,8 +113,7 @@ def test_kubelet_that_renews_its_lease_is_late_and_not_dead() -> None:
     assert world.home(1) != late, "it is heard of no more"
 
 
-def test_pod_whose_sandbox_is_made_anew_is_left_alone_although_nobody_hears_of_its_host() -> None:
-    world = watched()
+def test_pod_whose_sandbox_is_made_anew_is_left_alone_although_nobody_hears_of_its_host(world: World) -> None:
     pods, uid, node = set(world.pods), world.member(3), world.home(3)
     world.cut_off(node)
     world.train(1)
@@ -124,9 +126,8 @@ def test_pod_whose_sandbox_is_made_anew_is_left_alone_although_nobody_hears_of_i
     assert (set(world.pods), world.status.phase) == (pods, "Running")
 
 
-def test_accused_pod_is_asked_at_once() -> None:
+def test_accused_pod_is_asked_at_once(world: World) -> None:
     """Its long poll, which is under way, would notice its death only seconds later."""
-    world = watched()
     node, uid = world.home(3), world.member(3)
     world.cut_off(node, *(set(world.nodes) - {node}))
     world.train(6)
@@ -144,8 +145,7 @@ def test_accused_pod_is_asked_at_once() -> None:
     )
 
 
-def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> None:
-    world = watched()
+def test_link_between_controller_and_one_node_moves_nobody_for_a_minute(world: World) -> None:
     pods, node = set(world.pods), world.home(2)
     world.cut_off(node, "controller")
     world.train(55)
@@ -156,8 +156,7 @@ def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> Non
     assert set(world.pods) == pods, "the silence is over and forgotten"
 
 
-def test_node_that_answers_us_but_no_peer_is_left_after_a_while() -> None:
-    world = watched()
+def test_node_that_answers_us_but_no_peer_is_left_after_a_while(world: World) -> None:
     node = world.home(3)
     world.cut_off(node, *(set(world.nodes) - {node}))
     world.train(20, attempt=1)
@@ -185,8 +184,7 @@ def test_network_that_falls_into_halves_never_costs_both(heard: bool) -> None:
         world.until("Running", attempt=2)
 
 
-def test_sidecar_that_is_started_again_keeps_its_pod() -> None:
-    world = watched()
+def test_sidecar_that_is_started_again_keeps_its_pod(world: World) -> None:
     uid = world.member(1)
     world.sidecars[uid].closed = True
     world.train(8)
@@ -202,16 +200,14 @@ def test_sidecar_that_hangs_when_the_way_back_needs_it_is_replaced_and_its_node_
     world.sidecars[uid].hung = True
     world.train(60)
     assert world.member(1) == uid, "training went on"
-    world.crash(2)
-    world.until("Running", attempt=2)
+    world.recovered(crash=2)
     pod = world.pods[world.member(1)]
     assert pod.uid != uid
     assert node not in pod.avoided
     assert world.summary["cause"] == "SidecarSilent"
 
 
-def test_flapping_link_moves_nobody() -> None:
-    world = watched()
+def test_flapping_link_moves_nobody(world: World) -> None:
     pods, node = set(world.pods), world.home(3)
     for _ in range(30):
         world.cut_off(node)
@@ -222,8 +218,7 @@ def test_flapping_link_moves_nobody() -> None:
     assert world.status.attempt == 1
 
 
-def test_node_that_one_job_had_to_leave_is_shunned_by_the_others() -> None:
-    world = watched()
+def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(world: World) -> None:
     node = world.home(3)
     world.kill_node(node)
     world.train(20)

@@ -169,8 +169,7 @@ def test_first_step_makes_forgotten_what_failed_before_it() -> None:
     world.bad_starts = set()
     world.recovered(3)
     world.train(4)
-    world.crash(1)
-    world.recovered(4)
+    world.recovered(4, crash=1)
     assert world.status.failed_start is None
 
 
@@ -411,8 +410,7 @@ def test_device_that_is_ill_is_told_once_and_a_worker_that_fails_there_moves() -
     world.train(5)
     assert world.told("Placed")[:2] == (True, conditions.DEVICE_UNHEALTHY)
     assert world.notices.count("DeviceUnhealthy") == 1
-    world.crash(1)
-    summary = world.recovered(2)
+    summary = world.recovered(crash=1)
     assert (summary["cause"], world.home(1) != node) == ("GPUFault", True)
     assert [place.node for place in world.status.places] == [node]
     world.train(620)

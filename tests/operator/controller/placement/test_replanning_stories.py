@@ -68,8 +68,13 @@ def sent(world: World) -> dict[int, tuple[int, ...]]:
     }
 
 
-def test_copies_leave_a_cordoned_node_in_the_same_attempt() -> None:
-    world = trained(12)
+@pytest.fixture
+def world() -> World:
+    """A job of four that trains."""
+    return trained(12)
+
+
+def test_copies_leave_a_cordoned_node_in_the_same_attempt(world: World) -> None:
     before = holders(world)
     (there,) = on(world, "n10")
     cordon(world, "n10")
@@ -84,8 +89,7 @@ def test_copies_leave_a_cordoned_node_in_the_same_attempt() -> None:
     )
 
 
-def test_status_says_who_moves_and_why() -> None:
-    world = trained(12)
+def test_status_says_who_moves_and_why(world: World) -> None:
     cordon(world, "n10")
     messages = []
     for _ in range(20):
@@ -98,8 +102,7 @@ def test_status_says_who_moves_and_why() -> None:
     assert messages[-1][0] == conditions.ALL_PLACED
 
 
-def test_a_node_that_comes_back_gets_its_share_after_a_while() -> None:
-    world = trained(12)
+def test_a_node_that_comes_back_gets_its_share_after_a_while(world: World) -> None:
     before = Counter(holder for kept in holders(world).values() for holder in kept)
     cordon(world, "n10")
     trained_through(world, 20)
@@ -112,8 +115,7 @@ def test_a_node_that_comes_back_gets_its_share_after_a_while() -> None:
     assert Counter(h for kept in holders(world).values() for h in kept) == before
 
 
-def test_a_cordon_that_flaps_moves_nothing() -> None:
-    world = trained(12)
+def test_a_cordon_that_flaps_moves_nothing(world: World) -> None:
     before = holders(world)
     for turn in range(10):
         cordon(world, "n10", turn % 2 == 0)
@@ -135,8 +137,7 @@ def test_a_relabelled_node_is_told_apart_again() -> None:
     assert "any one rack" in world.status.placement.tolerates
 
 
-def test_a_label_that_is_taken_away_is_reported_although_nothing_moves() -> None:
-    world = trained(12)
+def test_a_label_that_is_taken_away_is_reported_although_nothing_moves(world: World) -> None:
     before = holders(world)
     world.change_nodes("n10", labels={HOSTNAME_LABEL: "n10"})
     trained_through(world, 20)
@@ -165,8 +166,7 @@ def test_more_copies_are_made_while_training_goes_on_and_fewer_are_dropped() -> 
     assert world.status.attempt == 1
 
 
-def test_where_every_node_is_cordoned_copies_stay() -> None:
-    world = trained(12)
+def test_where_every_node_is_cordoned_copies_stay(world: World) -> None:
     before = holders(world)
     for node in world.nodes:
         cordon(world, node)
@@ -202,8 +202,7 @@ def test_an_operator_that_restarts_in_the_middle_goes_on() -> None:
 
 def test_a_crash_in_the_middle_of_a_move_restores_and_places_as_wanted() -> None:
     world, there = in_a_move()
-    world.crash(1)
-    assert world.recovered()["tiers"]["local"] == 4
+    assert world.recovered(crash=1)["tiers"]["local"] == 4
     world.train(10)
     assert all(there not in kept for kept in holders(world).values())
 
@@ -217,8 +216,7 @@ def test_the_loss_of_the_old_holder_in_the_middle_of_a_move_is_like_any_other() 
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 2])
-def test_an_operator_killed_at_any_point_of_a_move_does_no_harm(killed_after: int) -> None:
-    world = trained(12)
+def test_an_operator_killed_at_any_point_of_a_move_does_no_harm(world: World, killed_after: int) -> None:
     (there,) = on(world, "n10")
     cordon(world, "n10")
     for _ in range(30):
@@ -238,8 +236,7 @@ def with_memory(world: World, worker: int, copies: int) -> None:
     sidecar.report = lambda: replace(report(), memory=memory)  # type: ignore[method-assign]
 
 
-def test_a_move_waits_where_no_other_holder_has_room_and_says_so() -> None:
-    world = trained(12)
+def test_a_move_waits_where_no_other_holder_has_room_and_says_so(world: World) -> None:
     before = holders(world)
     for worker in range(4):
         with_memory(world, worker, copies=1)
@@ -292,13 +289,11 @@ def test_another_encoding_waits_for_the_next_restart_where_memory_has_no_room_fo
     world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
     assert trained_through(world, 30) == [before]
     world.assert_told(conditions.PLACED, conditions.MOVE_DELAYED, "changes at the next restart")
-    world.crash(0)
-    world.until("Running", attempt=2)
+    world.recovered(crash=0)
     assert world.saved.groups
 
 
-def test_a_job_that_is_right_writes_no_placement_again_and_again() -> None:
-    world = trained(12)
+def test_a_job_that_is_right_writes_no_placement_again_and_again(world: World) -> None:
     world.train(20)
     known = world.placement
     for _ in range(30):

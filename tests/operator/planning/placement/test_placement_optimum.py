@@ -14,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, racks, uneven
+from tests.operator.planning.placement.test_placement import preferred
 from tiercheck_operator.model.saved_placement import (
     SavedDomains,
     SavedMember,
@@ -98,8 +99,7 @@ layouts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size
 @settings(deadline=None, max_examples=examples(60))
 def test_one_copy_protects_as_many_workers_as_is_possible(seats: list[list[int]]) -> None:
     cluster = uneven(seats)
-    placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False))
-    assert isinstance(placement, Placement)
+    placement = preferred(cluster)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1)
 
 
@@ -109,8 +109,7 @@ def test_as_many_workers_as_possible_have_their_copy_off_their_node(seats: list[
     cluster = uneven(seats)
     if len({site.node for site in cluster.sites}) == 1:
         return
-    placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False))
-    assert isinstance(placement, Placement)
+    placement = preferred(cluster)
     assert len(cluster.sites) - len(placement.unprotected) == most_protected(cluster, "host", 1)
 
 
@@ -122,19 +121,14 @@ def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
     cluster = uneven(seats)
     nodes = sorted({site.node for site in cluster.sites})
     suspects = data.draw(st.sets(st.sampled_from(nodes), max_size=len(nodes) - 1))
-    policy = PlacementPolicy(1, "rack", required=False)
-    placement = place(cluster.sites, cluster.topology, policy, suspects=suspects)
-    assert isinstance(placement, Placement)
+    placement = preferred(cluster, suspects=suspects)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects)
 
 
 def test_nobody_takes_the_only_far_holder_from_one_who_has_no_other() -> None:
     cluster = uneven([[1], [1], [1, 2, 2], [1, 1, 1]])
     suspects = {"r0h0", "r2h0", "r3h0", "r3h1", "r3h2"}
-    placement = place(
-        cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), suspects=suspects
-    )
-    assert isinstance(placement, Placement)
+    placement = preferred(cluster, suspects=suspects)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects) == 7
 
 
@@ -158,10 +152,7 @@ def test_replanning_from_any_past_protects_as_many_as_planning_afresh(
         worker: (data.draw(st.integers(0, n - 1)),)
         for worker in data.draw(st.sets(st.integers(0, n - 1), max_size=n))
     }
-    placement = place(
-        cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), previous=past
-    )
-    assert isinstance(placement, Placement)
+    placement = preferred(cluster, previous=past)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1)
 
 

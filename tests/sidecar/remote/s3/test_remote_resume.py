@@ -93,32 +93,25 @@ def outage_from_part(number: int, proxy: Proxy) -> Callable[[Seen], Fault | None
     return rule
 
 
-def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: Proxy, slots: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [(CUT, (Reason.UNREACHABLE, "")), (EXPIRED, (Reason.FORBIDDEN, "ExpiredToken"))],
+    ids=["outage", "credentials"],
+)
+def test_upload_that_an_outage_or_the_end_of_its_credentials_ended_goes_on_from_there(
+    place: S3Place, proxy: Proxy, slots: Path, answer: Any, told: tuple[Reason, str]
+) -> None:
     content = os.urandom(SIZE)
     slot = sealed(slots, content)
-    proxy.rule = outage_from_part(4, proxy)
-    with pytest.raises(RemoteError) as caught:
+    ends = outage_from_part(4, proxy)
+    proxy.rule = lambda seen: answer if ends(seen) else None
+    with pytest.raises(RemoteError, match=told[1]) as caught:
         upload(place, *slot)
-    assert caught.value.reason is Reason.UNREACHABLE
+    assert caught.value.reason is told[0]
     assert proxy.parts() == [1, 2, 3]
     proxy.rule = lambda seen: None
     complete(place, content, *slot)
     assert proxy.parts() == [1, 2, 3, 4, 5], "each part reached the store once"
-
-
-def test_upload_whose_credentials_expired_goes_on_with_the_next_ones(
-    place: S3Place, proxy: Proxy, slots: Path
-) -> None:
-    content = os.urandom(SIZE)
-    slot = sealed(slots, content)
-    until_then = outage_from_part(4, proxy)
-    proxy.rule = lambda seen: EXPIRED if until_then(seen) else None
-    with pytest.raises(RemoteError, match="ExpiredToken") as caught:
-        upload(place, *slot)
-    assert caught.value.reason is Reason.FORBIDDEN
-    proxy.rule = lambda seen: None
-    complete(place, content, *slot)
-    assert proxy.parts() == [1, 2, 3, 4, 5]
 
 
 def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Path) -> None:
