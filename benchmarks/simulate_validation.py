@@ -169,16 +169,14 @@ def _well(stage: Any, beyond: int) -> None:
 
 def _strike_once(stage: Any, fault: str, worker: int) -> Struck:
     """Without what it cost: that is read when the last line is there."""
-    status, attempt, reached = stage.status, stage.attempt, stage.reached()
-    nodes = {each: stage.node_of(each) for each in range(WORKERS)}
-    racks = stage.racks()
-    remote = tier_step(status, "remote")
+    attempt, reached, remote = stage.attempt, stage.reached(), tier_step(stage.status, "remote")
+    racks = [stage.rack_of(each) for each in range(WORKERS)]
     gone = {
         PROCESS: (),
         POD: (worker,),
         NODE: (worker,),
-        DOMAIN: tuple(each for each in nodes if racks[nodes[each]] == racks[nodes[worker]]),
-        ALL: tuple(nodes),
+        DOMAIN: tuple(each for each, rack in enumerate(racks) if rack == racks[worker]),
+        ALL: tuple(range(WORKERS)),
     }[FAULTS[fault]]
     at = time.time()
     stage.inflict(fault, worker)

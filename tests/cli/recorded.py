@@ -42,20 +42,20 @@ def core(kind: str, metadata: Object, **parts: Any) -> Object:
 
 def nodes() -> list[Object]:
     """Two zones, two racks in each, two nodes in each rack; workers are dealt over the racks."""
+    return [node(index) for index in range(WORKERS)]
+
+
+def node(index: int) -> Object:
+    labels = {
+        "kubernetes.io/hostname": node_of(index),
+        "topology.kubernetes.io/zone": f"zone-{'ab'[index % 4 // 2]}",
+        "topology.kubernetes.io/rack": f"rack-{index % 4}",
+    }
     status = {
         "allocatable": {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": "8", "pods": "110"},
         "conditions": [{"type": "Ready", "status": "True"}],
     }
-
-    def labels(index: int) -> dict[str, str]:
-        return {
-            "kubernetes.io/hostname": node_of(index),
-            "topology.kubernetes.io/zone": f"zone-{'ab'[index % 4 // 2]}",
-            "topology.kubernetes.io/rack": f"rack-{index % 4}",
-        }
-
-    workers = range(WORKERS)
-    return [core("Node", {"name": node_of(each), "labels": labels(each)}, status=status) for each in workers]
+    return core("Node", {"name": node_of(index), "labels": labels}, status=status)
 
 
 TRAINER = {

@@ -40,6 +40,11 @@ class Ran:
     out: str
     err: str
 
+    def well(self) -> Ran:
+        """It did what was asked."""
+        assert self.status == 0, self.err
+        return self
+
 
 def run(*words: str, columns: int = 80, env: dict[str, str] | None = None, stdin: str | None = None) -> Ran:
     """Without a terminal."""

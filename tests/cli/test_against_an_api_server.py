@@ -35,8 +35,7 @@ def tiercheck(filled: Path) -> Tiercheck:
 
 
 def test_one_job_is_shown(tiercheck: Tiercheck) -> None:
-    ran = tiercheck("status", NAME, "-n", NAMESPACE, "--wide")
-    assert ran.status == 0, ran.err
+    ran = tiercheck("status", NAME, "-n", NAMESPACE, "--wide").well()
     assert f"{NAMESPACE}/{NAME}  Running" in ran.out
     assert "gpt-large-5-2" in ran.out
     assert "rack-3" in ran.out
@@ -89,15 +88,13 @@ def test_watching_shows_the_screen_again_until_it_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("tiercheck_cli.status.command.time.sleep", sleep)
-    ran = tiercheck("status", NAME, "-n", NAMESPACE, "--watch")
-    assert ran.status == 0
+    ran = tiercheck("status", NAME, "-n", NAMESPACE, "--watch").well()
     assert ran.out.count(f"{NAMESPACE}/{NAME}  Running") == 3
     assert "Ctrl-C to leave" in ran.out
 
 
 def test_a_running_job_can_be_simulated_as_it_is_placed(tiercheck: Tiercheck) -> None:
-    ran = tiercheck("simulate", NAME, "-n", NAMESPACE, "--runs", "2", "--days", "1", "-o", "json")
-    assert ran.status == 0, ran.err
+    ran = tiercheck("simulate", NAME, "-n", NAMESPACE, "--runs", "2", "--days", "1", "-o", "json").well()
     told = json.loads(ran.out)
     assert told["workers"] == 8
     assert any("a step takes 1.91 s" in sentence for sentence in told["assumed"])
@@ -107,8 +104,7 @@ def test_a_running_job_can_be_simulated_as_it_is_placed(tiercheck: Tiercheck) ->
 
 def test_a_bug_report_holds_everything_but_secrets(tiercheck: Tiercheck, tmp_path: Path) -> None:
     path = tmp_path / "report.tar.gz"
-    ran = tiercheck("export", NAME, "-n", NAMESPACE, "--to", str(path))
-    assert ran.status == 0, ran.err
+    ran = tiercheck("export", NAME, "-n", NAMESPACE, "--to", str(path)).well()
     assert ran.out.strip() == str(path)
     with tarfile.open(path) as archive:
         files = {}

@@ -1,4 +1,4 @@
-"""Records what a run went through: what rank 0 printed, each failure, and a run that nothing interrupted.
+"""Records what a run went through: what rank 0 printed, its failures, and a run that nothing hit.
 
 The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
 of the way, but not lost: they stay in the log files.

@@ -91,8 +91,7 @@ def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_exported_as_safetensors_the_weights_are_those_that_a_restore_brings(
     sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    ran = export(sharded, "safetensors", tmp_path / "hf")
-    assert ran.status == 0, ran.err
+    ran = export(sharded, "safetensors", tmp_path / "hf").well()
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
     equal(load_file(tmp_path / "hf" / "model.safetensors"), restored[0].state_dict())
     assert "step 4" in ran.err
@@ -102,8 +101,7 @@ def test_large_models_come_in_several_files_with_an_index(
     sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     to = tmp_path / "hf"
-    ran = export(sharded, "safetensors", to, "--shard-size", "160KB")
-    assert ran.status == 0, ran.err
+    export(sharded, "safetensors", to, "--shard-size", "160KB").well()
     index = json.loads((to / "model.safetensors.index.json").read_text())
     found: dict[str, torch.Tensor] = {}
     for file in sorted(set(index["weight_map"].values())):
@@ -118,8 +116,7 @@ def test_large_models_come_in_several_files_with_an_index(
 def test_exported_as_dcp_torch_alone_loads_model_and_optimizer(
     sharded: Path, restored: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    ran = export(sharded, "dcp", tmp_path / "plain")
-    assert ran.status == 0, ran.err
+    export(sharded, "dcp", tmp_path / "plain").well()
     torch.manual_seed(7)
     model = model_of_the_run()
     optimizer = optimizer_of_the_run(model)
@@ -196,8 +193,7 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "list": [torch.ones(2), "text"]}
     with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save(state, 5)
-    ran = export(tmp_path / "checkpoints", "dcp", tmp_path / "ours")
-    assert ran.status == 0, ran.err
+    export(tmp_path / "checkpoints", "dcp", tmp_path / "ours").well()
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     ours, theirs = (dcp.FileSystemReader(tmp_path / each).read_metadata() for each in ("ours", "theirs"))
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -207,8 +203,7 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     assert loaded["model"]["w"].equal(state["model"]["w"])
     assert (loaded["epoch"], loaded["list"][1]) == (3, "text")
     assert torch.equal(loaded["list"][0], torch.ones(2))
-    ran = export(tmp_path / "checkpoints", "safetensors", tmp_path / "hf")
-    assert ran.status == 0, ran.err
+    export(tmp_path / "checkpoints", "safetensors", tmp_path / "hf").well()
     equal(load_file(tmp_path / "hf" / "model.safetensors"), {"w": state["model"]["w"]})
 
 
@@ -275,8 +270,7 @@ def test_exported_and_imported_as_dcp_a_run_goes_on_where_it_was(
 ) -> None:
     plain, seeded = tmp_path / "plain", tmp_path / "seeded"
     assert export(sharded, "dcp", plain).status == 0
-    ran = import_(plain, "dcp", seeded, "--step", "40")
-    assert ran.status == 0, ran.err
+    ran = import_(plain, "dcp", seeded, "--step", "40").well()
     assert "weights and optimizer" in ran.err
     position = {"samples": 0}
     model, optimizer, step = begun(seeded, {"position": position})
@@ -297,8 +291,7 @@ def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: P
     save_file(
         {name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors"
     )
-    ran = import_(tmp_path / "hf", "safetensors", tmp_path / "seeded")
-    assert ran.status == 0, ran.err
+    import_(tmp_path / "hf", "safetensors", tmp_path / "seeded").well()
     position = {"samples": 5}
     model, optimizer, step = begun(tmp_path / "seeded", {"position": position})
     assert (step, position) == (1, {"samples": 5})
@@ -315,12 +308,10 @@ def test_a_remote_tier_is_seeded_and_exported_from(tmp_path: Path) -> None:
     hf.mkdir()
     shared.mkdir()
     save_file(weights, hf / "model.safetensors")
-    ran = import_(hf, "safetensors", shared, *tier, "--step", "7")
-    assert ran.status == 0, ran.err
+    import_(hf, "safetensors", shared, *tier, "--step", "7").well()
     assert "holds versions already, up to step 7" in import_(hf, "safetensors", shared, *tier).err
     place = ("export", "--remote", str(shared), *tier, "--format", "safetensors", "--to")
-    ran = run(*place, str(tmp_path / "again"))
-    assert ran.status == 0, ran.err
+    run(*place, str(tmp_path / "again")).well()
     equal(load_file(tmp_path / "again" / "model.safetensors"), weights)
     artifact = next(shared.rglob("rank-0.safetensors"))
     content = bytearray(artifact.read_bytes())

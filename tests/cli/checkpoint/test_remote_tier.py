@@ -16,8 +16,7 @@ PLACE = ("-n", "ml", "--remote")
 
 
 def test_good_place_is_said_to_be_good_line_by_line_and_left_empty(tmp_path: Path) -> None:
-    ran = run("remote", "check", str(tmp_path), columns=200)
-    assert ran.status == 0, ran.out
+    ran = run("remote", "check", str(tmp_path), columns=200).well()
     lines = ran.out.splitlines()
     assert len(lines) == 7
     assert all(line.startswith("ok ") for line in lines)

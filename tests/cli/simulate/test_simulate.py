@@ -38,8 +38,7 @@ CRASHES_ALONE = NO_FAILURES | {"processFailures": 500}
 def answers(*words: str, assume: dict[str, object] | None = None) -> dict:  # type: ignore[type-arg]
     """`assume`: the content of the file of assumptions."""
     read = () if assume is None else ("--assume", "-")
-    ran = run(*SMALL, *words, *read, "-o", "json", stdin=yaml.safe_dump(assume))
-    assert ran.status == 0, ran.err
+    ran = run(*SMALL, *words, *read, "-o", "json", stdin=yaml.safe_dump(assume)).well()
     return dict(json.loads(ran.out))
 
 
@@ -122,8 +121,7 @@ def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int, tmp_p
     ran = run(
         *SMALL, *QUICK, "--compare", "copies=0,1,2 parity=4+1 spares=2 deltas=off",
         "--measured", str(measured_file(tmp_path, lost)), columns=width,
-    )  # fmt: skip
-    assert ran.status == 0
+    ).well()  # fmt: skip
     assert max(map(len, ran.out.splitlines())) <= width
     words = " ".join(ran.out.split())
     for expected in ("as it is: copies=1", "parity=4+1", "ETTR", "arXiv:2410.21680", "Daly's formula"):
