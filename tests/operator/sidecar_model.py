@@ -28,7 +28,8 @@ from tiercheck.protocol.report import (
     TrainerState,
     Watermarks,
 )
-from tiercheck.protocol.version import Artifact, Kind, Share, Version, chain_to
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.restore.restore_plan import OutOfReach, SourceOffer, plan
 
 if TYPE_CHECKING:
     from tests.operator.world_in_memory import World
@@ -164,9 +165,7 @@ class SidecarModel:
             self._check()
         if self.killed_at is not None:
             self.killed_at = self.killed_at if self.pod in self.world.undying else None
-            self.trainer = (
-                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
-            )
+            self.trainer = self._ending()
         if directive.phase is Phase.RELEASE and self.trainer.state is TrainerState.WAITING:
             version = directive.restore.version if directive.restore else None
             self.world.started(directive.attempt, self.worker, version, directive)
@@ -198,7 +197,8 @@ class SidecarModel:
             self.trainer = TrainerReport(TrainerState.WAITING)
 
     def _ending(self) -> TrainerReport:
-        assert self.killed_at is not None
+        if self.killed_at is None:
+            return TrainerReport(TrainerState.WAITING)
         stuck = "SIGKILL does not end process 7" if self.world.now - self.killed_at >= 30 else ""
         return TrainerReport(TrainerState.ABSENT, busy="ends the command of attempt 1", stuck=stuck)
 
@@ -247,94 +247,59 @@ class SidecarModel:
         little by little comes."""
         since = self.waiting_since = self.waiting_since or self.world.now
         waited, bound = self.world.now - since, directive.policy.restore_stall
+        place = ("the remote tier",)
         if here & self.world.dead_mounts and (waited >= bound or directive.attempt > self.stuck_in > 0):
             self.stuck_in = self.stuck_in or directive.attempt
-            ranks = (
-                RankRestore(self.worker, None, None, 0, waited, ("the remote tier: nothing came from it",)),
-            )
-            self.restore = replace(
-                self.restore,
-                state=RestoreState.FAILED,
-                ranks=ranks,
-                progress=None,
-                stalled=("the remote tier",),
-            )
+            why = ("the remote tier: nothing came from it",)
+            ranks = (RankRestore(self.worker, None, None, 0, waited, why),)
+            failed = RestoreState.FAILED
+            self.restore = replace(self.restore, state=failed, ranks=ranks, progress=None, stalled=place)
             return True
         if here & self.world.slow and waited > self.world.slow_for:
             return False
         idle = 1.0 if here & self.world.slow else waited
-        self.restore = replace(
-            self.restore, progress=RestoreProgress(int(waited), 10**6, idle, ("the remote tier",))
-        )
+        self.restore = replace(self.restore, progress=RestoreProgress(int(waited), 10**6, idle, place))
         return True
 
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
         assert self.world.made[restore.version] == restore.world_size, "told that others made it"
-        wanting = [
-            rank
-            for rank in range(restore.world_size)
-            if Artifact(rank, restore.version)
-            not in {
-                each
-                for source in restore.table.of_rank(rank)
-                for each in self.world.offered(source, rank, self)
-            }
-        ]
+
+        def nowhere(rank: int) -> bool:
+            found = (self.world.offered(source, rank, self) for source in restore.table.of_rank(rank))
+            return Artifact(rank, restore.version) not in itertools.chain.from_iterable(found)
+
+        wanting = tuple(f"rank {rank} is nowhere" for rank in range(restore.world_size) if nowhere(rank))
+        state = RestoreState.FAILED if wanting else RestoreState.READY
         tier = None if wanting else Tier.PEER
-        return RestoreReport(
-            RestoreState.FAILED if wanting else RestoreState.READY,
-            restore.version,
-            (
-                RankRestore(
-                    self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)
-                ),
-            ),
-        )
+        return RestoreReport(state, restore.version, (RankRestore(self.worker, tier, None, 0, 0.1, wanting),))
 
     def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
-        """The shortest chain of what the sources really have; a copy found bad is reported, and another one
-        used."""
-        assert self.directive is not None
+        """By a sidecar's own plan, of what the sources really have; a copy found bad is reported, and another
+        one used."""
         failures: list[str] = []
         while True:
-            found: dict[Artifact, Source] = {}
-            for source in sources:
-                for artifact in self.world.offered(source, rank, self):
-                    found.setdefault(artifact, source)
-            snapshots = {artifact.version for artifact in found if artifact.kind is Kind.SNAPSHOT}
-            deltas = {artifact.version for artifact in found if artifact.kind is Kind.DELTA}
-            chain = chain_to(version, snapshots, deltas, self.directive.history)
-            if chain is None:
-                return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
-            wanted = [
-                Artifact(rank, chain.base),
-                *(Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas),
+            places = [
+                SourceOffer(each, dict.fromkeys(self.world.offered(each, rank, self), 1)) for each in sources
             ]
-            used = [found[artifact] for artifact in wanted]
-            bad = next(
-                (
-                    (artifact, source.peer.worker)
-                    for artifact, source in zip(wanted, used, strict=True)
-                    if source.peer is not None and (source.peer.worker, artifact) in self.world.bad_copies
-                ),
-                None,
-            )
-            if bad is not None:
-                artifact, worker = bad
-                failures.append("digest mismatch")
-                self.quarantined += (Quarantined(rank, artifact.version, worker, "digest mismatch"),)
-                sources = tuple(
-                    source for source in sources if source.peer is None or source.peer.worker != worker
+            found = plan(rank, version, self.told.history, {}, places)
+            if isinstance(found, OutOfReach):
+                return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
+            wanted, used = found.artifacts(rank), [need.places[0] for need in found.needs]
+            peers = [source.peer.worker if source.peer else -1 for source in used]
+            bad = [each for each in zip(peers, wanted, strict=True) if each in self.world.bad_copies]
+            if not bad:
+                self.own.update(wanted)
+                tier = max((source.tier for source in used), key=list(Tier).index)
+                peer = next((worker for worker in peers if worker >= 0), None)
+                rebuilt = used[0].parity is not None
+                return RankRestore(
+                    rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(wanted) - 1, rebuilt=rebuilt
                 )
-                continue
-            self.own.update(wanted)
-            tier = max((source.tier for source in used), key=list(Tier).index)
-            peer = next((source.peer.worker for source in used if source.peer is not None), None)
-            rebuilt = used[0].parity is not None
-            return RankRestore(
-                rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt
-            )
+            worker, artifact = bad[0]
+            failures.append("digest mismatch")
+            self.quarantined += (Quarantined(rank, artifact.version, worker, "digest mismatch"),)
+            sources = tuple(each for each in sources if each.peer is None or each.peer.worker != worker)
 
     def _replay(self, version: Version | None) -> None:
         """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the

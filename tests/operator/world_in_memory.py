@@ -504,10 +504,7 @@ class World:
             versions = self.remote - self.bad_remote if self.remote_up else set()
             return [Artifact(rank, version) for version in sorted(versions)]
         if source.parity is not None:
-            old = bool(source.parity.ranks)
-            return (
-                self.added_up(source.parity, rank, asking) if old else self.rebuildable(source.parity, rank)
-            )
+            return self.rebuildable(source.parity, rank, asking)
         peer = source.peer.worker if source.peer else None
         holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(peer)
         if holder is None:
@@ -515,49 +512,25 @@ class World:
         held = holder.own if source.tier is Tier.LOCAL else holder.own | holder.hosted
         return sorted((each for each in held if each.rank == rank), key=by_age)
 
-    def rebuildable(self, group: ParityGroup, rank: int) -> list[Artifact]:
-        """What the group's blocks and the other members give of the rank. One rank per worker."""
-        ranks = tuple(peer.worker for peer in group.members)
-        keepers = [self.live_sidecar(peer.worker) for peer in group.holders]
-        blocks = {
-            (version, kind, share.index)
-            for index, keeper in enumerate(keepers)
-            if keeper is not None
-            for share, version, kind in keeper.blocks
-            if share == Share(index, ranks)
-        }
-        found = []
-        for version, kind in sorted({(version, kind) for version, kind, _ in blocks}):
-            there = sum((version, kind, index) in blocks for index in range(len(keepers)))
-            for other in ranks:
-                sidecar = self.live_sidecar(other)
-                if other != rank and sidecar is not None:
-                    there += Artifact(other, version, kind) in sidecar.own
-            if there >= len(ranks):
-                found.append(Artifact(rank, version, kind))
-        return found
-
-    def added_up(self, group: ParityGroup, rank: int, asking: SidecarModel) -> list[Artifact]:
-        """The same of ranks that are no more, whose artifacts lie at whom the group names."""
+    def rebuildable(self, group: ParityGroup, rank: int, asking: SidecarModel) -> list[Artifact]:
+        """What the group's blocks and the other members give of the rank. One rank per worker; those that are
+        no more lie at whom the group names."""
+        ranks = group.ranks or tuple(peer.worker for peer in group.members)
         keepers = [self.live_sidecar(peer.worker) if peer.host else None for peer in group.holders]
         there = Counter(
             (version, kind)
             for index, keeper in enumerate(keepers)
             if keeper is not None
             for share, version, kind in keeper.blocks
-            if share == Share(index, group.ranks)
+            if share == Share(index, ranks)
         )
         there.update(
             (artifact.version, artifact.kind)
-            for peer, other in zip(group.members, group.ranks, strict=True)
+            for peer, other in zip(group.members, ranks, strict=True)
             if peer.host and other != rank
             for artifact in self.offered(Source(Tier.PEER, peer), other, asking)
         )
-        return [
-            Artifact(rank, *key)
-            for key, count in sorted(there.items(), key=repr)
-            if count >= len(group.ranks)
-        ]
+        return [Artifact(rank, *key) for key, count in sorted(there.items(), key=repr) if count >= len(ranks)]
 
     # Faults
 

@@ -239,9 +239,6 @@ def heal(world: Simulation) -> None:
 # failed, or is being deleted, or runs where the real one does: a decision that believed it would end a
 # healthy attempt, or delete the wrong pod.
 
-if TYPE_CHECKING:
-    from tests.simulation.whole import Simulation
-
 Raw = dict[str, Any]
 
 

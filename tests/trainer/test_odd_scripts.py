@@ -425,8 +425,7 @@ def test_what_the_model_has_no_place_for_is_never_left_out(tmp_path: Path) -> No
     script, checkpointer = started(lambda: build(True), folder=tmp_path, every=1)
     with checkpointer:
         checkpointer.restore()
-        train(script, checkpointer, 1)
-        assert checkpointer.wait(DEADLINE)
+        train(script, checkpointer, 1, wait=True)
     _, checkpointer = started(lambda: build(False), folder=tmp_path)
     with checkpointer, pytest.raises((DifferentState), match="model/extra is only in the checkpoint"):
         checkpointer.restore()
@@ -438,8 +437,7 @@ def test_lazy_layers_may_get_their_shape_before_the_restore(tmp_path: Path) -> N
     with checkpointer:
         script.model(torch.randn(4, WIDTH))
         checkpointer.restore()
-        train(script, checkpointer, 2)
-        assert checkpointer.wait(DEADLINE)
+        train(script, checkpointer, 2, wait=True)
         assert checkpointer.captured == 2
 
 

@@ -15,18 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.trainer.deltas.replaying import (
-    Script,
-    adam,
-    loop,
-    momentum,
-    net,
-    simple,
-    survives_from_a_snapshot,
-)
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.restore import restoring as module
+from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.slot_context import Sanity
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
@@ -101,8 +96,6 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deterministic: the saver's thread reads while the weights are the others."""
-    from tiercheck.trainer.save import staging
-
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
@@ -136,8 +129,6 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
 def test_one_torn_byte_that_no_sample_sees_is_found_where_every_byte_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: bool
 ) -> None:
-    from tiercheck.trainer.save import staging
-
     model = build(layers=1)
     if turned:
         model[0].weight = nn.Parameter(model[0].weight.detach().t())
@@ -163,8 +154,6 @@ def test_script_that_writes_other_tensors_each_time_is_protected_after_one_copy_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As weights that are swapped for an evaluation are met at another place by each copy under way."""
-    from tiercheck.trainer.save import staging
-
     model = build(layers=4, width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     real = staging.copy_tensor
@@ -208,9 +197,6 @@ def test_state_dict_that_is_not_the_state_is_refused_at_once(
 
 
 def test_fsdp1_is_refused_by_name_with_what_to_use_instead(tmp_path: Path) -> None:
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:
         model = nn.Sequential(FullyShardedDataParallel(build(width=8), device_id=torch.device("cpu")))
@@ -261,17 +247,6 @@ def test_frozen_parameter_may_be_left_out_of_the_state_dict(tmp_path: Path) -> N
     Checkpointer(model, torch.optim.AdamW(model[1].parameters()), folder=tmp_path).close()
 
 
-def test_compiled_optimizer_trains_and_comes_back_exactly(tmp_path: Path) -> None:
-    """Compiled steps are protected by snapshots."""
-
-    def build() -> Script:
-        model = net()
-        optimizer = adam(model.parameters())
-        return loop(model, optimizer, step=torch.compile(optimizer.step, backend="eager"))
-
-    survives_from_a_snapshot(build, tmp_path)
-
-
 def test_script_that_trains_with_an_optimizer_made_anew_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,8 +276,6 @@ def test_load_that_does_not_reach_the_live_state_is_no_restore(
         train(model, optimizer, 32)
         checkpointer.step()
         assert checkpointer.wait(30)
-    from tiercheck.trainer.restore import restoring as module
-
     real, again = getattr(module, how), build(1, width=32)
 
     def spoilt(*arguments: Any, **named: Any) -> Any:
@@ -319,14 +292,6 @@ def test_load_that_does_not_reach_the_live_state_is_no_restore(
     with pytest.raises(RestoreError, match=r"0\.weight is not what it was"):
         other.restore()
     other.close()
-
-
-def test_hand_written_decay_through_data_comes_back_exactly(tmp_path: Path) -> None:
-    def decay(model: nn.Module, *_: object) -> None:
-        for parameter in model.parameters():
-            parameter.data.mul_(0.999)
-
-    survives_from_a_snapshot(simple(momentum, decay), tmp_path)
 
 
 @pytest.mark.parametrize(("gate", "captured"), [(True, 0), (False, 1)])

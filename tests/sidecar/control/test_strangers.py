@@ -10,6 +10,7 @@ import gzip
 import socket
 import ssl
 import struct
+import threading
 from dataclasses import replace
 
 import pytest
@@ -105,7 +106,6 @@ def test_caller_recognises_a_server_without_the_token(make_world: MakeWorld) -> 
     """A process that took a dead pod's address learns nothing and is sent nothing."""
     world = make_world(workers=2)
     with socket.create_server((world.host(1), names.EXCHANGE_PORT)) as impostor:
-        import threading
 
         def pretend() -> None:
             wire = Wire(impostor.accept()[0])

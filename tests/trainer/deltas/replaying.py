@@ -180,13 +180,14 @@ def started(build: Build, seed: int = 0, **options: Any) -> tuple[Script, Checkp
     return script, checkpointer
 
 
-def train(script: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
-    """Losses, exactly as bits."""
+def train(script: Script, checkpointer: Checkpointer, steps: int, wait: bool = False) -> list[str]:
+    """Losses, exactly as bits. `wait`: until what is saved of these steps is there."""
     losses = []
     for _ in range(steps):
         loss = float(script.update().detach())
         checkpointer.step(loss)
         losses.append(loss.hex())
+    assert not wait or checkpointer.wait(DEADLINE)
     return losses
 
 
@@ -198,11 +199,11 @@ def trained(build: Build, steps: int, **options: Any) -> tuple[Script, Checkpoin
     return script, checkpointer
 
 
-def saved(build: Build, folder: Path, steps: int = 7) -> Script:
+def saved(build: Build, steps: int, **options: Any) -> Script:
     """A run that has saved so many steps, and is over."""
-    whole, checkpointer = trained(build, steps, folder=folder, every=1)
+    whole, checkpointer = trained(build, steps, **options)
     with checkpointer:
-        checkpointer.wait()
+        assert checkpointer.wait(DEADLINE)
     return whole
 
 

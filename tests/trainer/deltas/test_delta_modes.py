@@ -22,6 +22,7 @@ from tests.trainer.deltas.replaying import (
     by_closure,
     loop,
     mean_square,
+    saved,
     started,
     survives,
     train,
@@ -268,8 +269,7 @@ def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSid
             model, optimizer, after=after, loss_of=lambda model: model[0](torch.ones(1, 3)).square().sum()
         )
 
-    _, checkpointer = trained(build, 5, every=1)
-    checkpointer.close()
+    saved(build, 5, every=1)
     assert delta_sidecar.completed(Kind.DELTA) == {}
     assert len(delta_sidecar.asked("no-deltas")) == 1
 
@@ -277,8 +277,7 @@ def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSid
 def test_what_cannot_be_saved_is_told_when_it_was_due_and_taken_back(delta_sidecar: ScriptedSidecar) -> None:
     running, checkpointer = trained(script(torch.optim.SGD), 2)
     running.model.register_buffer("odd", torch.ones(3).to_sparse())
-    train(running, checkpointer, checkpointer.every)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, checkpointer.every, wait=True)
     (said,) = delta_sidecar.asked("cannot-save")
     assert "sparse" in said.message
     del running.model.odd

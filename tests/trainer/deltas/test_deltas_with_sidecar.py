@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.lives import Lives
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
-from tests.trainer.deltas.replaying import Script, loop, mean_square, started, survives, train, trained
+from tests.trainer.deltas.replaying import Script, loop, mean_square, saved, started, survives, train, trained
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Reply, Request, Welcome
@@ -70,8 +70,7 @@ def test_low_rank_training_has_small_deltas(delta_sidecar: ScriptedSidecar) -> N
 
 
 def test_slots_are_reserved_for_what_deltas_need(delta_sidecar: ScriptedSidecar) -> None:
-    _, checkpointer = trained(low_rank, 1)
-    checkpointer.close()
+    saved(low_rank, 1)
     (reserved,) = delta_sidecar.asked("reserve")
     assert reserved.bytes > 1536 * 1536 * 4
     assert 0 < reserved.delta_bytes < reserved.bytes / 50
@@ -92,8 +91,7 @@ def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(
     running, checkpointer = trained(build, 3)
     checkpointer.wait(DEADLINE)
     used[0] = 19_000
-    train(running, checkpointer, 1)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 1, wait=True)
     train(running, checkpointer, 1)
     checkpointer.close()
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [3, 5]
@@ -128,8 +126,7 @@ def test_without_a_free_slot_deltas_wait_for_the_next_snapshot(delta_sidecar: Sc
         return delta_sidecar.behave(request)
 
     delta_sidecar.answer = full
-    train(running, checkpointer, 1)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 1, wait=True)
     delta_sidecar.answer = delta_sidecar.behave
     asked = len(delta_sidecar.asked("begin", Kind.DELTA))
     train(running, checkpointer, 2)
@@ -148,8 +145,7 @@ def test_silent_sidecar_costs_a_bounded_wait_and_nothing_is_queued(
     monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
     monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 0.5)
     delta_sidecar.answer = lambda request: None
-    train(running, checkpointer, 6)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 6, wait=True)
     assert checkpointer.deltas == 1
     assert checkpointer.deltas_skipped == 6
     assert checkpointer.skipped == 1
@@ -169,8 +165,7 @@ def test_gradient_overwritten_while_it_is_copied_never_becomes_a_delta(
             source.zero_()
 
     monkeypatch.setattr(staging, "copy_tensor", overwrite)
-    train(running, checkpointer, 1)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 1, wait=True)
     assert checkpointer.deltas_skipped == 1
     train(running, checkpointer, 2)  # copied at once from now on
     checkpointer.close()
@@ -178,8 +173,7 @@ def test_gradient_overwritten_while_it_is_copied_never_becomes_a_delta(
 
 
 def test_replay_that_goes_wrong_is_told_and_training_does_not_begin(delta_sidecar: ScriptedSidecar) -> None:
-    _, checkpointer = trained(simple, 7)
-    checkpointer.close()
+    saved(simple, 7)
     delta_sidecar.offer(base=4, step=7)
     path = Path(delta_sidecar.completed(Kind.DELTA)[6])
     content = bytearray(path.read_bytes())
@@ -197,8 +191,7 @@ def test_replay_that_goes_wrong_is_told_and_training_does_not_begin(delta_sideca
 
 
 def test_chain_with_a_hole_is_refused(delta_sidecar: ScriptedSidecar) -> None:
-    _, checkpointer = trained(simple, 7)
-    checkpointer.close()
+    saved(simple, 7)
     delta_sidecar.offer(base=4, step=7)
     whole = delta_sidecar.welcome.restore_deltas
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, restore_deltas=(whole[0], whole[2]))
@@ -215,8 +208,7 @@ def test_cadence_follows_the_replies_unless_the_script_has_its_own(delta_sidecar
     delta_sidecar.answer = lambda request: (
         dataclasses.replace(reply, snapshot_every=3) if (reply := delta_sidecar.behave(request)) else None
     )
-    train(running, checkpointer, 1)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 1, wait=True)
     assert checkpointer.every == 3
     checkpointer.close()
     _, stubborn = started(simple, every=7)
@@ -255,8 +247,7 @@ def test_a_good_step_ends_the_row(delta_sidecar: ScriptedSidecar) -> None:
         running.update()
         checkpointer.step(loss)
     assert checkpointer._saver.sanity.in_a_row == 2
-    train(running, checkpointer, 1)
-    checkpointer.wait(DEADLINE)
+    train(running, checkpointer, 1, wait=True)
     assert checkpointer._saver.sanity.in_a_row == 0
     checkpointer.close()
 
@@ -320,8 +311,7 @@ def test_sidecar_that_was_away_is_told_again_that_there_are_no_deltas(delta_side
     delta_sidecar.start()
 
     def told_again() -> bool:
-        train(running, checkpointer, 2)
-        checkpointer.wait(DEADLINE)
+        train(running, checkpointer, 2, wait=True)
         return bool(delta_sidecar.asked("no-deltas"))
 
     until(told_again, "the new sidecar is told")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -374,8 +375,6 @@ def normed() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    from torch.nn.utils import prune
-
     model = net()
     prune.random_unstructured(model[0], "weight", amount=0.5)
     return model

@@ -459,8 +459,7 @@ def test_fingerprint_of_a_state_that_the_script_has_changed_by_then_is_none(
         train(script, checkpointer, BASE)
         monkeypatch.setattr(state_hash, "fold", late)
         for _ in range(2):
-            train(script, checkpointer, 1)
-            assert checkpointer.wait(DEADLINE)
+            train(script, checkpointer, 1, wait=True)
         assert sorted(delta_sidecar.completed(Kind.DELTA)) == [BASE + 1]
 
 

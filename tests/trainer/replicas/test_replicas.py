@@ -1,4 +1,4 @@
-"""Promise: replicas resume as if never stopped, unequal ones are never mixed, no rank's own is dropped.
+"""Promise: replicas resume as if never stopped, unequal ones are not mixed, no rank's own is dropped.
 
 A restore brings equal replicas, or each its own. Runs with several buckets are stopped after their first,
 second and fourth step.

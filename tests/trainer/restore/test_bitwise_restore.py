@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from tests.lives import Lives, Said
@@ -25,6 +26,7 @@ from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state import user_state
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
@@ -237,8 +239,6 @@ def test_run_that_was_killed_twice_in_the_middle_of_an_update_has_the_same_losse
 
 
 def test_averaged_weights_lie_in_the_slot_as_tensors_of_their_own(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     update, checkpointer = averaged_weights(tmp_path)
     with checkpointer:
         checkpointer.restore()
@@ -271,8 +271,6 @@ def test_every_cuda_device_draws_on_where_it_was(monkeypatch: pytest.MonkeyPatch
     """Two devices, of which this process uses the second, then the first: the one it uses now is what it
     was.
     """
-    from tiercheck.trainer.state import user_state
-
     states = [torch.tensor([1]), torch.tensor([2])]
     current = 1
     cuda = torch.cuda

@@ -104,7 +104,7 @@ def test_buffer_comes_back_in_the_shape_that_it_had_after_deltas(
 
 def test_buffer_that_changed_its_shape_is_the_same_object(tmp_path: Path) -> None:
     """Others may hold it: a fake quantiser's is in two modules."""
-    saved(lambda: script(make=quantised), tmp_path)
+    saved(lambda: script(make=quantised), 7, folder=tmp_path, every=1)
     again, checkpointer = started(lambda: script(make=quantised), folder=tmp_path)
     before = dict(again.model.named_buffers())
     with checkpointer:
@@ -113,7 +113,7 @@ def test_buffer_that_changed_its_shape_is_the_same_object(tmp_path: Path) -> Non
 
 
 def test_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
-    saved(script, tmp_path)
+    saved(script, 7, folder=tmp_path, every=1)
     wider = nn.Sequential(nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH))
     _, checkpointer = started(lambda: script(make=lambda: wider), folder=tmp_path)
     with checkpointer, pytest.raises(DifferentState, match=r"model/\d\.(weight|bias) is \("):
@@ -168,7 +168,7 @@ def test_script_may_do_once_more_what_was_restored(change: Changed, tmp_path: Pa
 
 
 def test_group_that_was_added_twice_by_the_script_itself_is_torchs_own_error(tmp_path: Path) -> None:
-    saved(once(adds_a_group), tmp_path)
+    saved(once(adds_a_group), 7, folder=tmp_path, every=1)
     again, checkpointer = started(script, folder=tmp_path)
     (optimizer,), model = again.optimizers, again.model
     with checkpointer:
@@ -210,7 +210,7 @@ def parametrizes(model: nn.Sequential, optimizer: Optimizer, step: int) -> None:
 def test_what_cannot_be_added_is_named_with_what_the_script_must_do(
     change: Changed, message: str, tmp_path: Path
 ) -> None:
-    whole = saved(once(change), tmp_path)
+    whole = saved(once(change), 7, folder=tmp_path, every=1)
     _, checkpointer = started(script, folder=tmp_path)
     with checkpointer, pytest.raises(DifferentState, match=f"{message}.* before `restore`"):
         checkpointer.restore()

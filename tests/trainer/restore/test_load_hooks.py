@@ -172,7 +172,7 @@ def test_what_a_module_derives_is_there_after_deltas_were_replayed(
 def test_hooks_of_a_module_run_once_for_each_restore_and_find_their_tensors_where_they_were(
     tmp_path: Path,
 ) -> None:
-    saved(lambda: script(ByPostHook), tmp_path, 2)
+    saved(lambda: script(ByPostHook), 2, folder=tmp_path, every=1)
     again, checkpointer = started(lambda: script(ByPostHook), seed=1, folder=tmp_path)
     places = {name: value.data_ptr() for name, value in again.model.state_dict().items()}
     with checkpointer:
@@ -182,7 +182,7 @@ def test_hooks_of_a_module_run_once_for_each_restore_and_find_their_tensors_wher
 
 
 def test_hook_that_raises_is_told_in_a_sentence(tmp_path: Path) -> None:
-    saved(lambda: script(ByPostHook), tmp_path, 2)
+    saved(lambda: script(ByPostHook), 2, folder=tmp_path, every=1)
     again, checkpointer = started(lambda: script(ByPostHook), folder=tmp_path)
 
     def fail(*_: Any) -> None:
@@ -243,7 +243,7 @@ def test_what_an_optimizer_derives_when_it_is_loaded_is_there_after_a_restore(
 
         return Script(found.model, [optimizer], update)
 
-    whole = saved(build, tmp_path, 2)
+    whole = saved(build, 2, folder=tmp_path, every=1)
     again, checkpointer = started(build, seed=1, folder=tmp_path)
     with checkpointer:
         assert checkpointer.restore() == 2

@@ -75,8 +75,7 @@ def test_training_waits_for_no_copy_and_its_updates_come_after_them(
     with checkpointer:
         checkpointer.restore()
         device.waits.clear()
-        train(script, checkpointer, 11)
-        assert checkpointer.wait(DEADLINE)
+        train(script, checkpointer, 11, wait=True)
         device.running.clear()
         train(script, checkpointer, 1)
         script.update()  # both artifacts of the step before are still to be copied
@@ -317,8 +316,7 @@ def test_deltas_end_where_they_would_never_tell_all(
     with checkpointer:
         checkpointer.restore()
         for _ in range(2 * PATIENCE + 4):
-            train(script, checkpointer, 1)
-            assert checkpointer.wait(DEADLINE)
+            train(script, checkpointer, 1, wait=True)
         (told,) = delta_sidecar.asked("no-deltas")
         assert (
             "model/target.weight, which no optimizer updates, is changed behind torch's counters"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import Script, loop, mean_square, started, train
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.save.delta import Pace, Unbroken, there_is_time
@@ -152,8 +152,7 @@ def test_slow_deltas_end_are_told_and_come_back(
         before = set(delta_sidecar.completed(Kind.DELTA))
         for _ in range(count):
             clock.now += step
-            train(running, checkpointer, 1)
-            checkpointer.wait(DEADLINE)
+            train(running, checkpointer, 1, wait=True)
         return set(delta_sidecar.completed(Kind.DELTA)) - before
 
     assert steps(60) == {*range(5, 61)}

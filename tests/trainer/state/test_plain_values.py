@@ -1,4 +1,4 @@
-"""Promise: values of the standard library, numpy, data classes and torchmetrics come back as they were.
+"""Promise: values of the standard library, numpy, data classes and torchmetrics come back the same.
 
 What they are read from never runs code of anybody.
 

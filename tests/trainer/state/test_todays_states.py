@@ -36,6 +36,7 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
 from tiercheck.trainer.restore import resharding
 from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state import kept
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
@@ -396,8 +397,6 @@ def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_class_of_a_wrapper_that_the_script_has_not_imported_is_never_imported_by_us() -> None:
-    from tiercheck.trainer.state import kept
-
     described = {
         "device": "cpu", "class": "antigravity:Fly", "context": [], "shape": [1], "stride": [1], "parts": {},
     }  # fmt: skip
