@@ -43,6 +43,7 @@ BENCHMARKS = {
     "reconcile": "what an event costs the operator",
     "scale_operator": "the operator with many workers and many jobs",
     "scale_coordinator": "what the coordinator costs, by workers",
+    "in_process": "recoveries in which every other process stays",
     "warm_start": "from release to the first step, warm and cold",
     "simulate_validation": "what the simulator foretells, against what failures cost",
     "ettr": "ETTR by simulation, beside peers",

@@ -1,18 +1,21 @@
 """Trains in a loop that outlives the loss of another rank, and says at every step who it is.
 
-KIND: ddp, fsdp, hsdp or tp. Outside a job it trains STEPS steps with torch alone: what the losses should be.
-In a job it trains until it is hit for the LIVES-th time (1 if not given), and then TAIL steps; PACE is in
+KIND: ddp, fsdp, hsdp, tp or pp. Outside a job it trains STEPS steps with torch alone: what the losses should
+be. In a job it trains until it is hit for the LIVES-th time (1 if not given), and then TAIL steps; PACE is in
 seconds per step. With SPREAD=1 it exchanges a value before its restore, which a rank that builds its model
-alone cannot do.
+alone cannot do. PLAN, "PLACE=RANK;...": in the n-th attempt that rank kills itself there, of all PLACES, when
+it has trained for a while.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,23 +27,104 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiercheck import Checkpointer
+from tiercheck.trainer.inprocess.steps import StepLoop
+from tiercheck.trainer.save import staging
+from tiercheck.trainer.save.capturing import Capturing
+from tiercheck.trainer.save.deltas import Deltas
+from tiercheck.trainer.state import slot_file
 
 WIDTH, TAIL = 256, 12
+PLACES = (
+    "loader", "step begins", "in a collective", "forward 0", "forward 1", "forward done", "backward 1",
+    "between buckets", "backward 0", "backward done", "clipped", "update begins", "updated", "scheduled",
+    "gradients freed", "before step", "delta begun", "snapshot begun", "mid-copy", "before-state-word",
+    "after-state-word", "stepped", "evaluation", "step left",
+)  # fmt: skip
+NOT_IN_PIPELINES = {"in a collective", "forward 1", "forward done", "backward 1", "evaluation"}
+"""Each of their ranks has one block."""
+_PLAN = [each.rsplit("=", 1) for each in filter(None, os.environ.get("PLAN", "").split(";"))]
+_REST = 1.2
+"""Seconds of training in an attempt before it is struck: the recovery before it is over then. Five times as
+long in the first, which has no version yet."""
+_began: dict[int, float] = {}
+"""When this process first ended a step, by attempt."""
+
+
+def attempt() -> int:
+    return int(os.environ.get("TIERCHECK_ATTEMPT", "0"))
+
+
+def wanted(place: str) -> bool:
+    """Whether this attempt is to be struck there, by now."""
+    number = attempt()
+    due = 0 < number <= len(_PLAN) and time.monotonic() - _began.get(number, 1e12) > _REST * (
+        5 if number == 1 else 1
+    )
+    return due and _PLAN[number - 1][0] == place
+
+
+def at(place: str) -> None:
+    """Ends this process if it is to be struck here."""
+    if wanted(place) and os.environ["RANK"] == _PLAN[attempt() - 1][1]:
+        say(struck=place, rank=int(os.environ["RANK"]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(method: Callable[..., Any], place: str) -> Callable[..., Any]:
+    def called(*given: Any, **named: Any) -> Any:
+        at(place)
+        return method(*given, **named)
+
+    return called
+
+
+def leaving(method: Callable[..., bool]) -> Callable[..., bool]:
+    def left(loop: StepLoop, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            say(left=time.time(), attempt=attempt())
+        return method(loop, error, trace)
+
+    return left
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down, self.number = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at(f"forward {self.number}")
         given: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        if given.requires_grad:
+            given.register_hook(lambda _: at(f"backward {self.number}"))
         return given
+
+
+class Stage(nn.Module):
+    """A model that is one of a pipeline's stages."""
+
+    def __init__(self, part: nn.Module, rank: int, world: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # takes a second
+
+        super().__init__()
+        self.part, self.is_last = part, rank == world - 1
+        stage = PipelineStage(part, rank, world, torch.device("cpu"))
+        self.schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, _: (y - 1.0).square().mean())
+
+    def train_on(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        more = {"target": x, "losses": losses} if self.is_last else {}
+        self.schedule.step(*([x] if self.schedule._stage.is_first else []), **more)
+        return torch.stack(losses).mean() if losses else next(self.parameters()).detach().sum()
 
 
 def build(kind: str, world: int) -> nn.Module:
     torch.manual_seed(5)
-    model: nn.Module = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+    if kind == "pp":
+        rank = dist.get_rank()
+        head = [nn.Linear(WIDTH, 1)] if rank == world - 1 else []
+        return Stage(nn.Sequential(Block(0), *head), rank, world)
+    model: nn.Module = nn.Sequential(Block(0), Block(1), nn.Linear(WIDTH, 1))
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if kind == "tp":
@@ -57,6 +141,15 @@ def build(kind: str, world: int) -> nn.Module:
     return fully_shard(model, mesh=shards)
 
 
+def train_on(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(model, Stage):
+        return model.train_on(x)
+    loss: torch.Tensor = (model(x) - 1.0).square().mean()
+    at("forward done")
+    loss.backward()
+    return loss
+
+
 def say(**line: object) -> None:
     sys.stdout.write(json.dumps(line) + "\n")  # in one piece: other threads write to the same log
     sys.stdout.flush()
@@ -64,7 +157,7 @@ def say(**line: object) -> None:
 
 def main() -> None:
     kind, total = os.environ["KIND"], int(os.environ["STEPS"]) or 10**9
-    lives, last = int(os.environ.get("LIVES", "1")), 10**9
+    lives, last = int(os.environ.get("LIVES", "0")) or len(_PLAN) or 1, 10**9
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -72,30 +165,58 @@ def main() -> None:
         dist.all_reduce(torch.ones(1))
     model = build(kind, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.999)
     torch.manual_seed(100 + (rank // 2 if kind == "tp" else rank))
     checkpointer: Checkpointer | None = None
     steps: Iterable[Any] = range(total)
     if "TIERCHECK_ATTEMPT" in os.environ:
-        checkpointer = Checkpointer(model, optimizer)
+        checkpointer = Checkpointer(model, optimizer, state={"schedule": schedule})
         steps = checkpointer.steps(total)
     first = next(model.parameters())
+    of_blocks = [each for part in model.modules() if isinstance(part, Block) for each in part.parameters()]
+    first.register_post_accumulate_grad_hook(lambda _: at("between buckets"))
+    optimizer.register_step_pre_hook(lambda *_: at("update begins"))
+    optimizer.register_step_post_hook(lambda *_: at("updated"))
+    StepLoop.leave = leaving(StepLoop.leave)  # type: ignore[method-assign]
+    if _PLAN:
+        staging.failpoint = slot_file.failpoint = at
+        Deltas.end_step = before(Deltas.end_step, "delta begun")  # type: ignore[method-assign]
+        Capturing.take = before(Capturing.take, "snapshot begun")  # type: ignore[method-assign]
     for step in steps:
+        at("loader")
         with nullcontext() if checkpointer is None else step:
-            loss = (model(torch.randn(8, WIDTH)) - 1.0).square().mean()
-            loss.backward()
+            at("step begins")
+            if wanted("in a collective"):  # it waits for the others there
+                threading.Timer(0.01, at, ["in a collective"]).start()
+                time.sleep(0.05 * (str(rank) != _PLAN[attempt() - 1][1]))
+            loss = train_on(model, torch.randn(8, WIDTH))
+            at("backward done")
+            nn.utils.clip_grad_norm_(of_blocks, 1.0)
+            at("clipped")
             optimizer.step()
+            schedule.step()
+            at("scheduled")
             optimizer.zero_grad()
+            at("gradients freed")
+            at("before step")
             if checkpointer is not None:
                 checkpointer.step(loss)
-            attempt = int(os.environ.get("TIERCHECK_ATTEMPT", "0"))
+            at("stepped")
             where = getattr(first, "_local_tensor", first).data_ptr()
-            now, pid = time.time(), os.getpid()
-            say(step=int(step), rank=rank, attempt=attempt, loss=float(loss).hex(), pid=pid, at=where, t=now)
+            now, pid, number = time.time(), os.getpid(), attempt()
+            say(step=int(step), rank=rank, attempt=number, loss=loss.item().hex(), pid=pid, at=where, t=now)
+            _began.setdefault(number, time.monotonic())
+            if kind != "pp" and step % 4 == 0:
+                with torch.no_grad():
+                    model.eval()(torch.ones(2, WIDTH))
+                    at("evaluation")
+                    model.train()
             time.sleep(float(os.environ.get("PACE", "0")))
-            if attempt > lives and last == 10**9:
+            if number > lives and last == 10**9:
                 last = step + TAIL
             if step == last:
                 break
+        at("step left")
     say(done=rank)
     if checkpointer is not None:
         checkpointer.close()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import Job, Jobs
+from tests.cluster.staying_trainer import NOT_IN_PIPELINES, PLACES
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.kubernetes.api_server import PODS
 
@@ -45,10 +46,8 @@ def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
 
 
-def start(
-    jobs: Jobs, kind: str, recovery: Mapping[str, Any] | None = None, pods: int = RANKS, **env: str
-) -> Job:
-    """With fewer pods than ranks, for torchrun."""
+def start(jobs: Jobs, kind: str, spec: Mapping[str, Any] | None = None, pods: int = RANKS, **env: str) -> Job:
+    """With fewer pods than ranks, for torchrun. `spec`: what else the job's has."""
     settings = {"KIND": kind, "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
     torchrun = [] if pods == RANKS else ["-m", "torch.distributed.run"]
     return jobs.start(
@@ -56,8 +55,8 @@ def start(
         env=settings,
         command=[sys.executable, *torchrun, str(TRAINER)],
         remote_every=None,
-        recovery=recovery or {},
         procsPerWorker=RANKS // pods,
+        **{"failurePolicy": {"maxRestarts": 1000}, **(spec or {})},
     )
 
 
@@ -94,6 +93,20 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert_equal_losses(job, kind)
     assert_stayed(job, lost=3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("number", "kind"), enumerate(["ddp", "fsdp", "hsdp", "tp", "pp"]))
+def test_rank_may_be_lost_at_any_place_of_a_step(jobs: Jobs, number: int, kind: str) -> None:
+    """One after the other, in one job: so processes outlive many losses, too."""
+    places = [place for place in PLACES if kind != "pp" or place not in NOT_IN_PIPELINES]
+    plan = [f"{place}={(number + at) % RANKS}" for at, place in enumerate(places)]
+    job = start(jobs, kind, PLAN=";".join(plan))
+    for attempt, place in enumerate(places, 1):
+        recovery = job.wait_recovered(attempt)
+        assert (recovery["attempt"], recovery["inProcess"]) == (attempt + 1, RANKS - 1), place
+    assert_equal_losses(job, kind)
+    assert {line["struck"] for line in job.printed() if "struck" in line} == set(places)
 
 
 @pytest.mark.extended
@@ -172,7 +185,7 @@ def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
 
 @pytest.mark.extended
 def test_job_that_wants_new_processes_gets_them(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = start(jobs, "fsdp", recovery={"inProcess": "Never"})
+    job = start(jobs, "fsdp", spec={"recovery": {"inProcess": "Never"}})
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -24,6 +26,12 @@ _OF_A_STEP = (
 )
 """What FSDP2 keeps of a step in a group of parameters (torch 2.6 to 2.13). No version has all of it."""
 
+_OF_A_PIPELINE = (
+    *("_internal_losses", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"),
+    *("bwd_cache", "backward_state", "dw_runner"),
+)
+"""What a schedule and its stages keep of a step. The next one would take a loss of it for its own."""
+
 
 class CannotForget(RuntimeError):
     """A wrapper of the model keeps something of the step that is not known here."""
@@ -41,6 +49,7 @@ def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None
             reset_bucket_layouts(model)
             for parameter in model.parameters():
                 parameter.grad = None
+        _reset_schedules()
     except (AttributeError, KeyError) as error:
         raise CannotForget(f"this torch keeps a half step elsewhere: {error}") from error
     for optimizer in trained.optimizers:
@@ -65,6 +74,27 @@ def free_graph(trace: TracebackType | None) -> None:
 def collect_half_step() -> None:
     """Free what only garbage holds of it. All of it where memory is scarce: that takes as long as a step."""
     gc.collect(2 if torch.cuda.is_initialized() else 1)  # type: ignore[no-untyped-call]
+
+
+def _reset_schedules() -> None:
+    """Have the schedule of a pipeline exchange shapes with the other stages as at its first step: the rank
+    that joins does so."""
+    if (module := sys.modules.get("torch.distributed.pipelining.schedules")) is None:
+        return
+    for each in gc.get_objects():
+        if not issubclass(type(each), module._PipelineSchedule):
+            continue
+        stages = getattr(each, "_stages", None) or [each._stage]
+        for holder in (each, *stages):
+            for name in _OF_A_PIPELINE:
+                getattr(holder, name, set()).clear()
+        for stage in stages:
+            stage.clear_runtime_states()
+        flags = [name for name in vars(each) if re.fullmatch(r"_stages?(_\w+)?_initialized", name)]
+        if not flags:
+            raise AttributeError(f"{type(each).__name__} does not say whether its stages were initialized")
+        for name in flags:
+            setattr(each, name, False)
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:

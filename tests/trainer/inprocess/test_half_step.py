@@ -1,0 +1,44 @@
+"""What a step leaves behind in the middle is forgotten: the next one begins as after any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tiercheck.trainer.inprocess.half_step import forget_half_step
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_pipeline_meets_the_rank_that_joins_as_at_its_first_step_and_with_no_loss_of_the_last() -> None:
+    """Or that one would wait for ever for the shapes that all stages exchange then."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    part = nn.Linear(2, 2)
+    stage = PipelineStage(part, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda found, _: found.sum())
+    schedule.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    flags = [name for name in vars(schedule) if name.endswith("initialized")]
+    assert any(getattr(schedule, name) for name in flags)
+    schedule._internal_losses.append(torch.ones(()))
+    stage.bwd_cache[0] = (None,)
+    nothing: Any = SimpleNamespace(optimizers=(), state={})
+    forget_half_step([part], nothing)
+    assert not any(getattr(schedule, name) for name in flags)
+    assert not schedule._internal_losses
+    assert not stage.fwd_cache
+    assert not stage.bwd_cache
+    assert all(parameter.grad is None for parameter in part.parameters())
