@@ -184,7 +184,7 @@ def test_blocks_are_compared_in_pairs() -> None:
 
 ROWS = real_rows(PAGE.read_text())
 CAUSES = {
-    "crash": "TrainerCrash", "delete": "PodDeleted", "evict": "PodEvicted", "node": "NodeSilent",
+    "crash": "TrainerCrash", "force delete": "PodDeleted", "evict": "PodEvicted", "node": "NodeSilent",
     "rack": "DomainLost", "every pod": "AllPodsLost",
 }  # fmt: skip
 PACE = 0.25
