@@ -109,7 +109,7 @@ class _Struck:
         after = self._lives()
         self.seconds.append(max(self._first_steps(attempt).values()) - began)
         left = [each["left"] for each in job.printed() if "left" in each and each["attempt"] == ended]
-        self.out.append(max(left) - began)
+        self.out.append(max(0.0, max(left) - began))  # a decision is seen a look later than it is made
         survivors = set(range(RANKS)) - {victim}
         self.kept.append((sum(before[rank] == after[rank] for rank in survivors), len(survivors)))
         told = f"{fault} of rank {victim}: {self.seconds[-1]:.2f} s, out after {self.out[-1]:.3f} s"
