@@ -1,4 +1,4 @@
-"""Measures recoveries in which every other process stays, on a laptop cluster, and compares every loss.
+"""Measures recoveries on a laptop cluster in which every other process stays.
 
 python -m benchmarks --only in_process --part 200   with so many kills
 """
