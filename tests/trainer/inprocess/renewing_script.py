@@ -1,4 +1,4 @@
-"""Gives the groups of one rank of three new connections again and again; prints what it holds.
+"""Gives the groups of one rank of three new connections again and again.
 
 It begins alone, as a replacement does.
 """
