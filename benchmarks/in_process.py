@@ -21,9 +21,9 @@ from tests.cluster.jobs import Job, Jobs
 from tests.cluster.test_in_process import RANKS, lines_of, start, undisturbed
 from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck.trainer.inprocess.steps import StepLoop
-from tiercheck_cli.api_server import JOBS, PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
 _REST = (11.0, 13.0)
 """Seconds between two injections: the next warm interpreter is there by then."""
@@ -95,7 +95,7 @@ class _Struck:
         job, victim = self.job, self._rng.randrange(RANKS)
         time.sleep(self._rng.uniform(*_REST))
         before, ended = self._lives(), job.status["attempt"]
-        pod, began = job.stage.pod_of(victim), time.time()
+        pod, began = job.pod_of(victim), time.time()
         if fault == "delete":
             job.cluster.api.delete(PODS, "default", pod, grace=0)
         else:
@@ -120,7 +120,7 @@ class _Struck:
         lines = lines_of(self.job)
         expected = undisturbed("ddp", RANKS, max(line["step"] for line in lines) + 1)
         assert all(line["loss"] == expected[line["rank"], line["step"]] for line in lines)
-        self.job.stage.cluster.api.delete(JOBS, "default", self.job.name)
+        self.job.cluster.api.delete(JOBS, "default", self.job.name)
         return len(lines)
 
     def _first_steps(self, attempt: int) -> dict[int, float]:
