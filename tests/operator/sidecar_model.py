@@ -141,7 +141,7 @@ class SidecarModel:
             self.trainer = (
                 self._ending()
                 if self.killed_at is not None
-                else TrainerReport(TrainerState.WAITING, stays=stays and self.world.staying)
+                else TrainerReport(TrainerState.WAITING, stays=int(stays and self.world.staying))
             )
             self.restore = RestoreReport(
                 RestoreState.RUNNING, directive.restore.version if directive.restore else None
