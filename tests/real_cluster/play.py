@@ -60,12 +60,14 @@ class Play:
         bound: float | None = None,
         again_at_most: int = 1,
         attempts: Collection[int] = (1,),
+        restarted: int | None = None,
     ) -> Row:
         """`inject`: what hurts it, or the word of a fault and a worker. `causes`: any of them may be told.
-        `replaced`: the workers that get another pod, and nobody else."""
+        `replaced`: the workers that get another pod, and nobody else. `restarted`: how many processes are
+        started anew, if that is certain."""
         training = self.training
         training.wait_until_protected()
-        before, pods = training.attempt, self._pods()
+        before, pods, containers = training.attempt, self._pods(), training.trainers()
         began = time.time()
         if isinstance(inject, tuple):
             training.inflict(*inject)
@@ -92,6 +94,7 @@ class Play:
             ours=None if released is None else released - began,
             next_step=first.time - began,
             replaced=len(changed),
+            restarted=int(summary["restarted"]),
             pause=gap_around(steps, began),
             bound=bound,
         )
@@ -104,6 +107,10 @@ class Play:
         assert changed == set(replaced), (
             f"other pods were replaced than {sorted(replaced)}: {sorted(changed)}"
         )
+        if restarted is not None:
+            assert row.restarted == restarted, f"{row.restarted} processes were started anew"
+            kept = [pods[worker] for worker in pods if worker not in changed]
+            assert [training.trainers()[pod] for pod in kept] == [containers[pod] for pod in kept]
         assert row.again is not None
         assert row.again <= again_at_most * spent, f"{row.again} steps were trained again"
         told_lost = row.lost_told or 0
@@ -190,7 +197,7 @@ def trained_again(steps: list[Step], before: int) -> int:
 HEAD = (
     "| what failed | what the job told | came back from | steps trained again (told) | detect | ours | "
     "next step | "
-    "pods replaced | longest pause |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "pods replaced | new processes | longest pause |\n" + "| --- " * 10 + "|"
 )
 
 
@@ -210,6 +217,8 @@ class Row:
     """From the fault to the release of the trainers, without Python's and torch's start."""
     next_step: float | None = None
     replaced: int = 0
+    restarted: int | None = None
+    """Processes that were started anew."""
     pause: float | None = None
     """The longest time between two steps."""
     bound: float | None = None
@@ -244,7 +253,7 @@ def _line(row: Row) -> str:
         ours += f" **(over {row.bound:.0f})**"
     cells = (
         row.fault, row.told, row.tiers or "–", again, _seconds(row.detect), ours, _seconds(row.next_step),
-        str(row.replaced), _seconds(row.pause),
+        str(row.replaced), "–" if row.restarted is None else str(row.restarted), _seconds(row.pause),
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

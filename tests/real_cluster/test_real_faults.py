@@ -48,7 +48,7 @@ def protected(play: Play) -> str:
 
 
 def test_killed_rank_comes_back_in_place(play: Play) -> None:
-    play.recover("rank, kill -9", ("crash", 2), causes=(Cause.TRAINER_CRASH,), bound=PROCESS)
+    play.recover("rank, kill -9", ("crash", 2), causes=(Cause.TRAINER_CRASH,), bound=PROCESS, restarted=1)
     assert "worker 2" in play.training.status["lastRecovery"]["message"]
 
 
@@ -57,7 +57,7 @@ def test_rank_out_of_memory_comes_back_in_place(play: Play) -> None:
 
 
 def test_deleted_pod_is_replaced(play: Play) -> None:
-    play.recover("kubectl delete pod", ("delete", 1), causes=DELETED, replaced={1}, bound=POD)
+    play.recover("kubectl delete pod", ("delete", 1), causes=DELETED, replaced={1}, bound=POD, restarted=1)
 
 
 def test_pod_deleted_by_force_is_replaced(play: Play) -> None:

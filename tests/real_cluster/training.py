@@ -177,6 +177,15 @@ class Training(JobStage):
         found = [pod for pod in json.loads(listed.data)["items"] if self._is_ours(pod)]
         return sorted(found, key=lambda pod: pod["metadata"]["creationTimestamp"])
 
+    def trainers(self) -> dict[str, tuple[str, int]]:
+        """By pod: the ID of the trainer's container, and how often it was restarted."""
+        return {
+            pod["metadata"]["name"]: (each["containerID"], each["restartCount"])
+            for pod in self.pods()
+            for each in pod["status"]["containerStatuses"]
+            if each["name"] == "trainer"
+        }
+
     def node_of(self, worker: int) -> Node:
         return self.testbed.node(self.pod(worker)["spec"]["nodeName"])
 
