@@ -100,7 +100,7 @@ class Play:
         )
         self.report.add(row)
         spent = training.attempt - before
-        assert spent in attempts, f"{spent} attempts were spent"
+        assert spent in attempts, f"{spent} attempts were spent: {training.events(began)}"
         assert told, "no Event told a cause"
         assert set(told) <= {cause.value for cause in causes}, training.events(began)
         assert summary["cause"] in {cause.value for cause in causes}, summary
