@@ -202,6 +202,7 @@ TYPES = {
     "RemoteSafe",
     "Exact",
     "Evictable",
+    "InProcess",
     "Restoring",
     "Running",
     "Suspended",
