@@ -103,13 +103,12 @@ def torch_missing(command: Sequence[str]) -> str:
     unknown."""
     name = Path(command[0]).name
     if name == "torchrun":
-        script = shutil.which(command[0])
-        if script is None:
+        script, interpreter = locate(command[0])
+        if not script:
             return (
                 "The image has no torchrun, so torch is not installed in it: use an image with torch "
                 "2.6 or newer."
             )
-        interpreter = interpreter_of(Path(script))
     elif name.startswith("python"):
         interpreter = command[0]
     else:
@@ -128,13 +127,17 @@ def torch_missing(command: Sequence[str]) -> str:
     )
 
 
-def interpreter_of(script: Path) -> str:
-    """The interpreter in the script's first line, or nothing."""
-    with open(script, "rb") as file:
-        words = os.fsdecode(file.readline(4096)).strip().removeprefix("#!").split()
+def locate(program: str) -> tuple[str, str]:
+    """Returns the path of a program on the PATH, and the interpreter in its first line; empty if none."""
+    path = shutil.which(program)
+    if path is None:
+        return "", ""
+    with open(path, "rb") as file:
+        first = os.fsdecode(file.readline(4096)).strip()
+    words = first.removeprefix("#!").split() if first.startswith("#!") else []
     if words and Path(words[0]).name == "env":
         words = [shutil.which(words[1]) or ""] if len(words) == 2 else []
-    return words[0] if words and Path(words[0]).name.startswith("python") else ""
+    return path, words[0] if words and Path(words[0]).name.startswith("python") else ""
 
 
 _LAST_WAIT = 2.0

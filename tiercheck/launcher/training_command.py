@@ -6,13 +6,11 @@ ranks in its place, with its variables, so that each can be replaced alone.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import RelayedOutput
-from tiercheck.launcher.environment import command_environment, interpreter_of
+from tiercheck.launcher.environment import command_environment, locate
 from tiercheck.launcher.recipe import recipe_of
 from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.local import Order
@@ -31,7 +29,7 @@ class TrainingCommand:
     """`running`: pid by local rank; 0 where the command is one process, whatever that starts."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        recipe = recipe_of(command, environment, _locate)
+        recipe = recipe_of(command, environment, locate)
         self._makes_ranks = recipe is not None and recipe.each_rank
         self.environment = dict(environment)
         if self._makes_ranks and environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
@@ -73,9 +71,3 @@ class TrainingCommand:
 
     def _environment_of(self, order: Order, local: int) -> dict[str, str]:
         return command_environment(self.environment, order, local if self._makes_ranks else None)
-
-
-def _locate(name: str) -> tuple[str, str]:
-    """Path of a program on the PATH, and the interpreter that it names, if it is a script."""
-    path = shutil.which(name)
-    return (path, interpreter_of(Path(path))) if path else ("", "")

@@ -103,6 +103,17 @@ COME_BACK_SECONDS = 3.0
 _SMOOTHING = 0.2
 
 
+@dataclass
+class _Listener:
+    """The second connection of a rank."""
+
+    connection: object
+    refusal: str
+    """Why its process cannot stay when its attempt ends; empty: it can."""
+    left: int = 0
+    """The attempt for which it has left its step; 0: none."""
+
+
 class TrainerWatch:
     """Not thread-safe: the state's lock guards it."""
 
@@ -117,18 +128,16 @@ class TrainerWatch:
         self._stall = StallWatch()
         self._mute: int | None = None
         """The rank that left first, if it said nothing before."""
-        self._listeners: dict[int, tuple[object, int]] = {}
-        """Of each rank whose process may stay: its connection, and the attempt for which it has left its
-        step (0: none)."""
-        self._refusals: dict[int, tuple[object, str]] = {}
-        """Of each rank whose process cannot: its connection, and why."""
+        self._listeners: dict[int, _Listener] = {}
+        """By rank."""
 
     @property
     def report(self) -> TrainerReport:
-        if not self._listeners and not self._refusals:
+        if not self._listeners:
             return self._report
-        refusal = next((why for _, why in self._refusals.values()), "")
-        return dataclasses.replace(self._report, listens=len(self._listeners), refusal=refusal)
+        refusals = [each.refusal for each in self._listeners.values() if each.refusal]
+        listens = len(self._listeners) - len(refusals)
+        return dataclasses.replace(self._report, listens=listens, refusal=next(iter(refusals), ""))
 
     @property
     def lost_container(self) -> bool:
@@ -164,29 +173,28 @@ class TrainerWatch:
 
     def listener_connected(self, rank: int, connection: object, refusal: str) -> None:
         """The process of this rank may stay when its attempt ends, unless there is a `refusal`."""
-        if refusal:
-            self._refusals[rank] = connection, refusal
-        else:
-            self._listeners[rank] = connection, 0
+        self._listeners[rank] = _Listener(connection, refusal)
 
     def step_left(self, rank: int, connection: object, attempt: int) -> None:
         """It waits for the release of `attempt`."""
-        if self._listeners.get(rank, (None, 0))[0] is connection:
-            self._listeners[rank] = connection, attempt
+        known = self._listeners.get(rank)
+        if known is not None and known.connection is connection:
+            known.left = attempt
 
     def listener_gone(self, rank: int, connection: object) -> None:
         """It ends with its attempt, unless it comes again."""
-        for known in (self._listeners, self._refusals):
-            if known.get(rank, (None, 0))[0] is connection:
-                del known[rank]
+        known = self._listeners.get(rank)
+        if known is not None and known.connection is connection:
+            del self._listeners[rank]
 
     def listeners(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Returns those of the local `ranks` whose processes may stay."""
-        return tuple(rank for rank in ranks if rank in self._listeners)
+        known = self._listeners
+        return tuple(rank for rank in ranks if rank in known and not known[rank].refusal)
 
     def left(self, ranks: Iterable[int], attempt: int) -> tuple[int, ...]:
         """Returns those that have left their step for this attempt."""
-        return tuple(rank for rank in ranks if self._listeners.get(rank, (None, 0))[1] == attempt)
+        return tuple(rank for rank in self.listeners(ranks) if self._listeners[rank].left == attempt)
 
     def event(self, event: LauncherEvent, now: float) -> None:
         self._last = (event, now)
