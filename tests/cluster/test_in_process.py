@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -35,14 +36,18 @@ def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "KIND": kind, "STEPS": str(steps),
-        }  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, str(TRAINER)], env=env, stdout=subprocess.PIPE))
-    said = [json.loads(line) for each in ranks for line in each.communicate(timeout=120)[0].splitlines()]
+    with tempfile.TemporaryDirectory() as folder:  # pipes would fill
+        printed = [Path(folder, str(rank)) for rank in range(world)]
+        ranks = []
+        for rank, path in enumerate(printed):
+            env = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "KIND": kind, "STEPS": str(steps),
+            }  # fmt: skip
+            with path.open("wb") as output:
+                ranks.append(subprocess.Popen([sys.executable, str(TRAINER)], env=env, stdout=output))
+        assert [each.wait(timeout=600) for each in ranks] == [0] * world
+        said = [json.loads(line) for path in printed for line in path.read_text().splitlines()]
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
 
 
