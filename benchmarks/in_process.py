@@ -53,6 +53,7 @@ def run(scale: Scale, parts: Sequence[str] = (), earlier: object = None) -> Outc
         _figure("survivors out of their collectives, rank killed", killed.out, 0.15),
         _figure("survivors out, rank stopped, from the decision", stopped.out, 1.0),
         Figure(unchanged, f"{kept} of {of}", "", kept / of, 0.95, Sense.AT_LEAST, note, "%"),
+        _flat(killed.held()),
         _figure("cost in the loop, each step", [_cost_of_a_step()], 5e-6),
     ]
     return Outcome(figures, {"killed": killed.seconds, "pod lost": deleted.seconds, "out": killed.out})
@@ -69,6 +70,21 @@ def _figure(name: str, found: Sequence[float], bound: float) -> Figure:
     middle = statistics.median(found)
     note = f"median of {len(found)}, worst {seconds_text(max(found))}, load {load():.1f}"
     return Figure(name, seconds_text(middle), seconds_text(bound), middle / bound, 1.0, note=note)
+
+
+def _flat(held: list[tuple[int, int, int]]) -> Figure:
+    """Of a process that outlived all kills: what it held at its last recoveries, against its first ones."""
+    few = max(1, len(held) // 5)
+    first, last = (
+        [statistics.median(column) for column in zip(*part, strict=True)]
+        for part in (held[:few], held[-few:])
+    )
+    grown = max(b / a for a, b in zip(first, last, strict=True))
+    early, late = (
+        f"{each[0]:.0f} descriptors, {each[1]:.0f} threads, {each[2] / 256:.0f} MiB" for each in (first, last)
+    )
+    name = f"held by a process after {len(held)} recoveries, against its first ones"
+    return Figure(name, late, early, grown, 1.1)
 
 
 @contextmanager
@@ -94,8 +110,8 @@ class _Struck:
         """Of each strike: survivors that are what they were, and all."""
         self.lines: list[dict[str, Any]] = []
         """What its ranks said of each step."""
-        self._left: dict[int, list[float]] = {}
-        """When ranks left their steps, by attempt."""
+        self._left: dict[int, list[dict[str, Any]]] = {}
+        """When ranks left their steps, and what they held then, by attempt."""
         self._read: dict[Path, int] = {}
         """Bytes of each log that were read."""
         job.wait_trained(13)
@@ -110,7 +126,7 @@ class _Struck:
 
     def strike(self, fault: str) -> None:
         """Hits a random rank at a random moment, and waits for the recovery."""
-        job, victim = self.job, self._rng.randrange(RANKS)
+        job, victim = self.job, self._rng.randrange(fault == "kill", RANKS)  # 0 outlives all kills
         time.sleep(self._rng.uniform(*_REST))
         before, ended = self._lives(), job.status["attempt"]
         pod, began = job.pod_of(victim), time.time()
@@ -126,12 +142,17 @@ class _Struck:
         job.wait(f"steps in attempt {attempt}", lambda _: len(self._first_steps(attempt)) == RANKS)
         after = self._lives()
         self.seconds.append(max(self._first_steps(attempt).values()) - began)
-        left = self._left[ended]
+        left = [each["left"] for each in self._left[ended]]
         self.out.append(max(0.0, max(left) - began))  # a decision is seen a look later than it is made
         survivors = set(range(RANKS)) - {victim}
         self.kept.append((sum(before[rank] == after[rank] for rank in survivors), len(survivors)))
         told = f"{fault} of rank {victim}: {self.seconds[-1]:.2f} s, out after {self.out[-1]:.3f} s"
         print(f"{told}, {self.kept[-1][0]} stayed, load {load():.1f}", file=sys.stderr, flush=True)
+
+    def held(self) -> list[tuple[int, int, int]]:
+        """Descriptors, threads and pages of memory of rank 0 at each of its recoveries."""
+        mine = [each for found in self._left.values() for each in found if each["rank"] == 0]
+        return [(each["fd"], each["task"], each["pages"]) for each in mine]
 
     def _first_steps(self, attempt: int) -> dict[int, float]:
         self._read_logs()
@@ -162,7 +183,7 @@ class _Struck:
         self.lines += sorted((each for each in new if "step" in each), key=itemgetter("t"))
         for each in new:
             if "left" in each:
-                self._left.setdefault(each["attempt"], []).append(each["left"])
+                self._left.setdefault(each["attempt"], []).append(each)
 
 
 def _cost_of_a_step() -> float:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ def before(method: Callable[..., Any], place: str) -> Callable[..., Any]:
 def leaving(method: Callable[..., bool]) -> Callable[..., bool]:
     def left(loop: StepLoop, error: BaseException | None, trace: object) -> bool:
         if error is not None:
-            say(left=time.time(), attempt=attempt())
+            held = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")}
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            say(left=time.time(), attempt=attempt(), rank=int(os.environ["RANK"]), pages=pages, **held)
         return method(loop, error, trace)
 
     return left
