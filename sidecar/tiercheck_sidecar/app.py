@@ -105,7 +105,7 @@ class Sidecar:
         self.rehearser = Rehearser(self.state, self.vault, self.reach)
         self.socket = TrainerSocket(self.state, self.vault, self.reach)
         self.parity = ParitySender(
-            self.state, self.vault, self.identity, names.EXCHANGE_PORT, bucket=self.replicator.bucket
+            self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )
         self.parity_holder = ParityHolder(self.state, self.vault)
         self.exchange.language = lambda wire, claim: (

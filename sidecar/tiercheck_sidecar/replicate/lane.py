@@ -1,4 +1,4 @@
-"""Brings one holder what it lacks of one kind, artifact by artifact: copies, or parts of parity.
+"""Brings each holder what it lacks, kind by kind and artifact by artifact: copies, or parts of parity.
 
 What it lacks goes by what is sealed here, what the holder has acknowledged, and which snapshot is named.
 Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
@@ -15,21 +15,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
-from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 
@@ -325,3 +327,120 @@ class HolderTroubles:
             worst = {worker: why for (worker, _), why in self._reasons.items() if why}
             told = [f"Worker {worker} {self._says}: {why}" for worker, why in sorted(worst.items())]
             self._state.problem("PeerUnreachable", ". ".join([*told, self._hope]) if told else "")
+
+
+@dataclass(frozen=True)
+class Era:
+    """While it lasts, what its holders say counts."""
+
+    attempt: int
+    holders: tuple[Peer, ...]
+    group: ParityGroup | None = None
+
+
+class HolderLanes(ABC):
+    """Thread-safe. `run` keeps a lane for each kind to each holder that the directive names."""
+
+    says, hope = "takes nothing", "Training goes on"
+    """As for HolderTroubles."""
+
+    def __init__(
+        self, state: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket
+    ) -> None:
+        """`bucket`: all that this worker sends to its holders takes from it (`Policy.peer_bandwidth`)."""
+        self._state, self._vault, self._identity, self._port = state, vault, identity, port
+        self.bucket = bucket
+        self._lock = threading.Lock()
+        self._era: Era | None = None
+        self._has: dict[Peer, Mapping[int, MemoryStock]] = {}
+        """By holder of the era and own rank. None of these mappings is ever changed."""
+        self._troubles = HolderTroubles(state, self.says, self.hope)
+        self._begun: set[str] = set()
+        """Names of the era's threads."""
+
+    @abstractmethod
+    def _era_of(self, directive: Directive) -> Era: ...
+
+    @abstractmethod
+    def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
+        """As `bring` of Lane."""
+
+    def run(self) -> None:
+        for _ in self._state.looks(timeout=5.0):
+            era = self.follow()
+            for name, body in self._threads(era).items() if era is not None else ():
+                if name not in self._begun:
+                    self._state.threads.loop(name, body)
+                    self._begun.add(name)
+
+    def follow(self) -> Era | None:
+        """Take over whom the directive names as holders."""
+        directive = self._state.directive
+        if directive is None:
+            return None
+        self.bucket.set_rate(directive.policy.peer_bandwidth)
+        era, old = self._era_of(directive), self._era
+        if era != old:
+            with self._lock:
+                self._era, self._begun = era, set()
+                self._begin(era, old)
+            if era.holders or (old is not None and old.holders):
+                self._troubles.begin(era)
+        return self._era
+
+    def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
+        """Each holder that `directive` names: its worker, and by own rank what it has verified in that
+        attempt and has had no reason to free. What was said before the lanes to these holders began counts
+        for nothing.
+        """
+        wanted = self._era_of(directive)
+        with self._lock:
+            era = self._era
+            same = era is not None and (era.attempt, era.group) == (wanted.attempt, wanted.group)
+            return [(holder.worker, self._has.get(holder, {}) if same else {}) for holder in wanted.holders]
+
+    def owes(self) -> bool:
+        """Whether a holder lacks anything that it should have."""
+        with self._lock:
+            era = self._era
+        return era is not None and any(
+            self._due(holder, kind, era) for holder in era.holders for kind in Kind
+        )
+
+    def lane(self, holder: Peer, kind: Kind, era: Era) -> Lane:
+        """One lane, to be run by one thread."""
+        pace = Portion(self.bucket, PORTIONS[kind])
+        return Lane(
+            self._state,
+            self._vault,
+            holder,
+            due=partial(self._due, holder, kind, era),
+            bring=lambda seal, line: self._bring(seal, line, pace, holder, era),
+            report=partial(self._troubles.report, era, holder, kind),
+        )
+
+    def _begin(self, era: Era, old: Era | None) -> None:
+        """Under the lock: nothing is known of these holders."""
+        self._has = {}
+
+    def _threads(self, era: Era) -> dict[str, Callable[[], None]]:
+        return {
+            f"{kind.value}s-to-worker-{holder.worker}": partial(self._serve, holder, kind, era)
+            for holder in era.holders
+            for kind in Kind
+        }
+
+    def _serve(self, holder: Peer, kind: Kind, era: Era) -> None:
+        with Line(partial(self._dial, holder, era)) as line:
+            self.lane(holder, kind, era).run(line, partial(self._is_over, era))
+
+    def _dial(self, holder: Peer, era: Era) -> Wire:
+        return dial(self._identity, era.attempt, holder, self._port)
+
+    def _is_over(self, era: Era) -> bool:
+        return self._state.stopping or self._era is not era
+
+    def _due(self, holder: Peer, kind: Kind, era: Era) -> list[Seal]:
+        with self._lock:
+            has = self._has.get(holder, {})
+        return lacking(self._state, self._vault, kind, era.attempt, has)
