@@ -56,8 +56,8 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer, name_of
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
-from tiercheck_sidecar.vault.inventory import sealed
 from tiercheck_sidecar.vault.seal import header_fault
+from tiercheck_sidecar.vault.stock import sealed
 
 log = logging.getLogger(__name__)
 
