@@ -16,55 +16,13 @@ from functools import partial
 
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.version import Artifact, Kind
-from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, Say, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
+from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.pacing import Portion
-from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, PushRefused, push_on
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, PushRefused, send
+from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import by_rank
-
-_DAMAGES = 3
-"""How often chunks may arrive damaged."""
-
-
-def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> Say:
-    """Offer an own artifact on `line` and send what is missing. Returns the holder's last word: "in", "have",
-    "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line` is
-    hung up.
-    """
-    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
-
-
-def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Say:
-    artifact, digests = seal.artifact, seal.digests
-
-    def stream(left: list[int], bare: bool, wire: Wire, take: Take) -> None:
-        wire.send(Ask.about("chunks", artifact))
-        while (index := take()) is not None:
-            wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace, bare=bare)
-        wire.send_end()
-        said = wire.receive(Say)
-        if said.state != "ok":
-            raise WireBroken("the chunks were not taken")
-        left.append(len(said.missing))
-
-    (wire,) = line.wires(1)
-    for damages in range(_DAMAGES + 1):
-        wire.send(Ask.about("fold", artifact, world_size=seal.world_size, digests=digests, tags=seal.tags))
-        said = wire.receive(Say)
-        if said.state != "send":
-            return said
-        chunks = len(digests.values)
-        deal = Deal(chunks, set(range(chunks)) - set(said.missing))
-        left: list[int] = []
-        body = partial(stream, left, seal.tags is not None and not damages)
-        StreamCrew(line, deal, stream_count(digests, len(deal)), body).run()
-        if 0 in left:  # the stream that ended last has seen all of them arrive
-            return Say("in")
-    raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")
-
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +96,8 @@ class ParitySender(HolderLanes):
         self._state.bump()
 
     def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
-        said = push(self._vault, seal, line, pace)
+        before = line.sent
+        said = send(self._vault, seal, line, pace, "fold")
         if said.state == "busy":
             return False
         if said.state == "refused":
@@ -151,7 +110,7 @@ class ParitySender(HolderLanes):
                 known.late |= {seal.artifact}
             else:
                 known.folded |= {seal.artifact}
-                known.brought |= {seal.artifact} if said.state == "in" else set()
+                known.brought |= {seal.artifact} if line.sent > before else set()
             done = known.credit()
         self._state.count(replicated=done)
         return True

@@ -89,89 +89,29 @@ class PushRefused(Exception):
 
 
 def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
-    """Send `seal`'s artifact. Returns whether the holder has verified every chunk and holds it; False: it has
-    no free slot now, or has not heard of this attempt yet. A stream that breaks is taken up again where it
-    stopped. Whatever is raised, `line` is hung up.
-
-    Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
+    """Send `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it;
+    False: it has no free slot now, or has not heard of this attempt yet. Raises PushRefused, and what `send`
+    raises.
     """
-    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
-
-
-def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> bool:
-    (wire,) = line.wires(1)
-    failpoint("before-push")
-    wire.send(
-        Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags)
-    )
-    said = wire.receive(Say)
-    if said.state == "have":
-        return True
-    if said.state == "busy":
-        return False
-    if said.state != "send":
+    said = send(vault, seal, line, pace, "offer")
+    if said.state not in ("ok", "have", "busy"):
         raise PushRefused(said.message)
-    chunks = len(seal.digests.values)
-    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
-    sending = _Sending(said.transfer, seal, file, deal, pace)
-    StreamCrew(line, deal, stream_count(seal.digests, len(deal)), sending.stream).run()
-    while True:  # chunks that came back damaged after their stream had ended
-        wire.send(Ask("commit", transfer=said.transfer))
-        last = wire.receive(Say)
-        if last.state == "ok":
-            return True
-        if last.state != "again":
-            raise PushRefused(last.message)
-        if not deal:  # it lost what it had acknowledged: offering again tells what it has
-            raise WireBroken(last.message)
-        sending.stream(wire, deal.take)
+    return said.state != "busy"
 
 
-@dataclass(frozen=True)
-class _Sending:
-    transfer: str
-    seal: Seal
-    file: int
-    deal: Deal
-    pace: Portion | None
+def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) -> Say:
+    """Offer an own artifact by `op` ("offer", or "fold" into parity), and send what is missing there. Returns
+    the holder's last word. A stream that breaks is taken up again where it stopped. Whatever is raised,
+    `line` is hung up.
 
-    def stream(self, wire: Wire, take: Take) -> None:
-        """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
-        digests, deal = self.seal.digests, self.deal
-        index = take()
-        while index is not None:
-            wire.send(Ask("join", transfer=self.transfer))
-            while index is not None:
-                begin, length = index * digests.chunk, length_of(digests, index)
-                bare = self.seal.tags is not None and not deal.is_again(index)
-                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
-                index = take()
-            wire.send_end()
-            said = wire.receive(Say)
-            if said.state != "ok":
-                raise PushRefused(said.message)
-            for damaged in said.damaged:
-                deal.ask_again(damaged)
-            index = take()
-
-
-T = TypeVar("T")
-
-_MOST_BREAKS = 20
-
-
-def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T:
-    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still
-    missing.
-
-    Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
+    Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged.
     """
     try:
         with vault.pin(seal.artifact, Tier.LOCAL) as slot, open(open_plain(slot.path), "rb") as file:
             for _ in range(_MOST_BREAKS):
                 hopeful, before = line.is_open, line.sent
                 try:
-                    return once(file.fileno())
+                    return _send(seal, line, file.fileno(), pace, op)
                 except WireBroken:
                     # A connection that lay idle may have been closed by the other end long ago: that proves
                     # nothing.
@@ -183,6 +123,62 @@ def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T
         line.drop()
         raise
 
+
+def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> Say:
+    (wire,) = line.wires(1)
+    failpoint("before-push")
+    artifact, digests = seal.artifact, seal.digests
+    offer = Ask.about(op, artifact, world_size=seal.world_size, digests=digests, tags=seal.tags)
+    wire.send(offer)
+    said = wire.receive(Say)
+    if said.state != "send":
+        return said
+    stream, end = Ask.about("chunks", artifact), offer  # to fold again tells what is still missing
+    if said.transfer:
+        stream, end = Ask("join", transfer=said.transfer), Ask("commit", transfer=said.transfer)
+    chunks = len(digests.values)
+    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+    sending = _Sending(stream, seal, file, deal, pace)
+    StreamCrew(line, deal, stream_count(digests, len(deal)), sending.stream).run()
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(end)
+        last = wire.receive(Say)
+        if last.state not in ("again", "send"):
+            return last
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message or "the holder lacks chunks that it took")
+        sending.stream(wire, deal.take)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    begin: Ask
+    seal: Seal
+    file: int
+    deal: Deal
+    pace: Portion | None
+
+    def stream(self, wire: Wire, take: Take) -> None:
+        """As many chunks as `wire` gets to carry. Raises WireBroken, TooDamaged."""
+        digests, deal = self.seal.digests, self.deal
+        index = take()
+        while index is not None:
+            wire.send(self.begin)
+            while index is not None:
+                begin, length = index * digests.chunk, length_of(digests, index)
+                bare = self.seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
+                index = take()
+            wire.send_end()
+            said = wire.receive(Say)
+            if said.state != "ok":
+                raise WireBroken("the chunks were not taken")
+            for damaged in said.damaged:
+                deal.ask_again(damaged)
+            index = take()
+
+
+_MOST_BREAKS = 20
 
 log = logging.getLogger(__name__)
 
