@@ -447,23 +447,20 @@ class Coordinator:
                 current=self._uploading,
                 finishing=directive.phase is Phase.FINISH,
             )
-        self._uploading = upload
+        self._uploading, sizes = upload, (world, directive.policy.snapshot_every)
+        if self._cadence is None or self._cadence[0] != sizes:
+            self._cadence = sizes, decide(world, self._needs, sizes[1])
         verdict = dataclasses.replace(
             verdict,
             watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
             upload=upload,
             placement=directive.placement,
             stored=None if self._stored is None else tuple(sorted(stored)[-_TOLD:]),
-            cadence=self._decide(world, directive.policy.snapshot_every),
+            cadence=self._cadence[1],
             over=self._is_over(directive, upload),
         )
         if verdict != self._verdict:
             self._verdict = verdict
-
-    def _decide(self, world: int, wanted: int | None) -> Cadence:
-        if self._cadence is None or self._cadence[0] != (world, wanted):
-            self._cadence = (world, wanted), decide(world, self._needs, wanted)
-        return self._cadence[1]
 
 
 def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:

@@ -196,10 +196,9 @@ def _spend_budget(objects: ApiObjects, pod: Object) -> None:
             )
             if not fresh:
                 why = f"The disruption budget {name} is still being processed by the server."
-            raise errors.too_many_requests(
-                "Cannot evict pod as it would violate the pod's disruption budget.",
-                [{"reason": "DisruptionBudget", "message": why}],
-            )
+            refused = "Cannot evict pod as it would violate the pod's disruption budget."
+            causes = [{"reason": "DisruptionBudget", "message": why}]
+            raise errors.ApiError(429, "TooManyRequests", refused, {"causes": causes})
         objects.storage.put(
             PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}}
         )
@@ -291,7 +290,8 @@ def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: Response
             return _delete(objects, target, call, view)
         case ("DELETE", False, ""):
             return 200, _delete_collection(objects, target, call, view)
-    raise errors.method_not_allowed()
+    why = "the server does not allow this method on the requested resource"
+    raise errors.ApiError(405, "MethodNotAllowed", why, {})
 
 
 def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
