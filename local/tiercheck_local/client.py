@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_cli.login import open_local
+from tiercheck_cli.cluster import open_local
 from tiercheck_operator.kubernetes.api_server import (
     WATCH_SECONDS,
     ApiClient,

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck.protocol.encoding import to_json
-from tiercheck_cli.login import open_local
+from tiercheck_cli.cluster import open_local
 from tiercheck_local import markers
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane

@@ -87,8 +87,8 @@ class Sidecar:
             config.worker,
             config.token,
             config.pod_ip,
-            lambda: self.state.peers_encrypted,
-            lambda: self.state.peers_by_ucx and not why_no_ucx(),
+            lambda: self.state.policy.peer_encrypted,
+            lambda: self.state.policy.peer_ucx and not why_no_ucx(),
         )
         self.exchange = ExchangeServer(
             self.state, self.vault, self.identity, config.exchange_port, interfaces
@@ -105,7 +105,7 @@ class Sidecar:
         self.rehearser = Rehearser(self.state, self.vault, self.reach)
         self.socket = TrainerSocket(self.state, self.vault, self.reach)
         self.parity = ParitySender(
-            self.state, self.vault, self.identity, names.EXCHANGE_PORT, bucket=self.replicator.bucket
+            self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )
         self.parity_holder = ParityHolder(self.state, self.vault)
         self.exchange.language = lambda wire, claim: (

@@ -33,8 +33,8 @@ from tiercheck.plain_files import NotPlain, is_plain, open_plain
 from tiercheck.protocol.encoding import to_json
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
-from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
 from tiercheck_sidecar.vault.seal import seal_path
+from tiercheck_sidecar.vault.stock import SLOT_SUFFIX
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from tiercheck.protocol.report import Problem
 from tiercheck.supervised import REMEMBERED, begin, describe, supervise
@@ -35,10 +36,6 @@ _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Of this process or machine, and so worth telling; all others are troubles of the one who calls."""
 
 
-def _end_process() -> None:
-    os._exit(1)
-
-
 class Threads:
     """Thread-safe. `changed` is called when there is a new problem; `end` ends the process."""
 
@@ -49,7 +46,7 @@ class Threads:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[], None] | None = None,
     ) -> None:
-        self._changed, self._clock, self._end = changed, clock, end or _end_process
+        self._changed, self._clock, self._end = changed, clock, end or partial(os._exit, 1)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._troubles: dict[str, tuple[float, str]] = {}

@@ -62,8 +62,8 @@ from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.node_memory import FolderOwner
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
-from tiercheck_sidecar.vault.inventory import take_inventory
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
+from tiercheck_sidecar.vault.stock import take_inventory
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead
 from tiercheck_sidecar.versions.tier_line import Messages, framed
 from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, difference

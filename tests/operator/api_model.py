@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from msgspec.json import Decoder
 
-from tiercheck_local.apiserver.store.patch import merge
+from tiercheck_local.apiserver.http.requests import merge
 from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.client import FencedServer, Kube, ObjectMetadata
 

@@ -280,7 +280,7 @@ def _holes_in_chains() -> list[Patch]:
 
 def _holders_of_before() -> list[Patch]:
     def as_it_was(self: Any, directive: Any) -> Any:
-        return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
+        return [(holder.worker, artifacts) for holder, artifacts in self._has.items()]
 
     return [(replicate.Replicator, "acknowledged", as_it_was)]
 

@@ -330,11 +330,9 @@ class Process:
                 self.state.learn(said)
 
     def _replicate(self) -> None:
-        new = self.replicator.follow()
-        if new:
-            self._lanes = [_Lane(self, *lane) for lane in new]
-            for holder, kind, _ in new:
-                self.replicator.served(holder, kind)
+        before, era = self.replicator._era, self.replicator.follow()
+        if era is not None and era is not before:
+            self._lanes = [_Lane(self, holder, kind, era) for holder in era.holders for kind in Kind]
         for each in list(self._lanes):
             each.turn()
 

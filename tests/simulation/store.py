@@ -19,8 +19,8 @@ from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.remote.errors import Reason, RemoteError, ignore
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
 from tiercheck_sidecar.vault import Seal, slots, vault
-from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState
+from tiercheck_sidecar.vault.stock import fault
 
 Record = Callable[..., None]
 

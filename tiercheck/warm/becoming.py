@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pkgutil
+import re
 import runpy
 import signal
 import socket
@@ -21,14 +22,95 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 from typing import Any, NoReturn
 
 import tiercheck
 from tiercheck.launcher.recipe import Recipe
 from tiercheck.warm import IDLE_NAME
-from tiercheck.warm.curtain import Curtain
-from tiercheck.warm.variables import cannot_be_applied, set_too_late
+
+_LATE = frozenset(
+    {
+        "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING",
+    }
+)  # fmt: skip
+_LATE_PREFIXES = ("TIERCHECK_", "PET_", "TORCHELASTIC_")
+"""Read when a process group begins: an attempt sets them."""
+
+_EARLY = re.compile(
+    r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
+    r"|TORCH(?!ELASTIC_|_NCCL_)[A-Z0-9_]+)\b"
+)
+"""Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the
+dynamo ..."""
+
+
+def may_differ(name: str) -> bool:
+    """Whether an attempt may set `name` after torch was imported."""
+    return name in _LATE or name.startswith(_LATE_PREFIXES)
+
+
+def cannot_be_applied(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """A variable that differs and would have had to be there before the imports; empty if there is none."""
+    return next((name for name in _different(before, now) if not may_differ(name)), "")
+
+
+def set_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """A variable that the user's own code has changed before it imported torch, and that torch reads at
+    import."""
+    return next(
+        (name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), ""
+    )
+
+
+def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+
+
+class Curtain(MetaPathFinder, Loader):
+    """`before`: names of modules that stay visible. `opening` is called once, just before the others are
+    shown."""
+
+    def __init__(self, before: frozenset[str], opening: Callable[[], None]) -> None:
+        self._opening = opening
+        seen = {name.partition(".")[0] for name in before} | sys.stdlib_module_names | {"__mp_main__"}
+        self._hidden = {
+            name: module for name, module in sys.modules.items() if name.partition(".")[0] not in seen
+        }
+        for name in self._hidden:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of a hidden module: looking for it does not show it, only loading does."""
+        if fullname not in self._hidden:
+            return None
+        true = self._hidden[fullname].__spec__
+        spec = ModuleSpec(fullname, self, origin=true.origin if true else None)
+        if true is not None:
+            spec.submodule_search_locations = true.submodule_search_locations
+            spec.has_location = true.has_location
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if self in sys.meta_path:
+            self._opening()
+            sys.meta_path.remove(self)
+            self._specs = {name: module.__spec__ for name, module in self._hidden.items()}
+            sys.modules.update(self._hidden)
+        return self._hidden[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has been executed; the import system has only put its own spec on it."""
+        name = module.__spec__.name if module.__spec__ else module.__name__
+        module.__spec__ = self._specs[name]
+
 
 _PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
 _LATER = "torch._dynamo"

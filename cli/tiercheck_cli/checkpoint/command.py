@@ -181,12 +181,13 @@ def import_checkpoint(
     if "://" in to and job is None:
         raise CannotDo("a remote tier needs --job NAMESPACE/NAME: it may hold many jobs", USAGE)
     try:
+        from tiercheck.protocol.artifacts.pieces import Box
         from tiercheck.protocol.version import Version
         from tiercheck_cli.checkpoint import conversion
     except ModuleNotFoundError as error:
         raise CannotDo(NEEDS_TORCH) from error
     found = conversion.from_dcp(came, prefix) if form is Format.DCP else conversion.from_safetensors(came)
-    size = conversion.total_bytes(found)
+    size = sum(Box.whole(shape).count * dtype.itemsize for dtype, shape, _ in found.tensors.values())
     if job is None:
         if any(Path(to).glob("rank-*-of-*/*.json")):
             raise CannotDo(f"{to} holds versions already; give another folder with --to", USAGE)

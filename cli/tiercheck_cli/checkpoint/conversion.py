@@ -381,8 +381,3 @@ class _DcpFolder:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # pickle raises many kinds, all meaning the same here
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error
-
-
-def total_bytes(found: Incoming) -> int:
-    """Bytes of all tensors."""
-    return sum(Box.whole(shape).count * dtype.itemsize for dtype, shape, _ in found.tensors.values())

@@ -85,7 +85,9 @@ def status(
         if output is not Output.TABLE:
             write({"jobs": [view.as_json(time.time()) for view in views]}, output)
         else:
-            _say_if_none(views, cluster, all_namespaces)
+            if not views:
+                where = "any namespace" if all_namespaces else f'namespace "{cluster.namespace}"; try -A'
+                remark(f"there is no TierCheckJob in {where}")
             console().print(jobs_table(views, all_namespaces) if views else Text())
         return
     view = _job(cluster, job, wide or output is not Output.TABLE)
@@ -114,12 +116,6 @@ def _jobs(cluster: Cluster, everywhere: bool) -> list[StatusView]:
     now = time.time()
     views = [status_view(job, now) for job in cluster.jobs(everywhere)]
     return sorted(views, key=lambda view: (view.namespace, view.name))
-
-
-def _say_if_none(views: list[StatusView], cluster: Cluster, everywhere: bool) -> None:
-    if not views:
-        where = "in any namespace" if everywhere else f'in namespace "{cluster.namespace}"; try -A'
-        remark(f"there is no TierCheckJob {where}")
 
 
 def _watch(cluster: Cluster, job: str | None, everywhere: bool, wide: bool, every: float) -> None:

@@ -311,14 +311,11 @@ def _has_tier(name: str, spec: Mapping[str, Any]) -> bool:
     if name == "remote":
         return bool(tiers.get("remote"))
     peer = tiers.get("peer") or {}
-    default = 0 if peer.get("parity") is None and int(spec.get("workers") or 0) < 2 else 1
-    return name != "peer" or bool(_or(peer.get("copies"), default))
+    alone = peer.get("parity") is None and int(spec.get("workers") or 0) < 2
+    copies = peer.get("copies")
+    return name != "peer" or bool(not alone if copies is None else copies)
 
 
 def _since(text: object, now: float) -> float | None:
     at = parse_time(text)
     return None if at is None else max(0.0, now - at)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -18,7 +18,17 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import FAILURES, PLAYS, WORKERS, ObjectStore, Play, credentials, job
+from tiercheck_local.demo.job import (
+    FAILURES,
+    PLAYS,
+    WORKERS,
+    Live,
+    ObjectStore,
+    Play,
+    Story,
+    credentials,
+    job,
+)
 from tiercheck_local.demo.record import (
     Digest,
     FaultRecord,
@@ -31,7 +41,6 @@ from tiercheck_local.demo.record import (
     with_resumes,
 )
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
-from tiercheck_local.demo.scenario import Live, Story
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.running import GaveUp
 from tiercheck_local.stage import NAMESPACE, LaptopStage

@@ -1,4 +1,4 @@
-"""The demo's job, the store behind it, and the failures of its story, in order of size."""
+"""The demo's job, the store behind it, and its story: train, be hit six times, come back, compare."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from tiercheck.protocol import names
 from tiercheck_local import controlplane
 from tiercheck_local.controlplane import wait_until
+from tiercheck_local.demo.record import FaultRecord, TrainingLog, count_tiers, rank_source
 from tiercheck_local.markers import free_ports
-from tiercheck_local.stage import NAMESPACE
+from tiercheck_local.running import GaveUp
+from tiercheck_local.stage import FAULTS, NAMESPACE, LaptopStage, condition_is, in_words, tier_step
 from tiercheck_operator.kubernetes.api_server import Object
+from tiercheck_operator.model.status import parse_time
 
 ACCESS_KEY = "tiercheck-demo"
 SECRET_KEY = "tiercheck-demo-secret"
@@ -164,3 +172,176 @@ FAILURES = (
     Failure("node, parity", "node", 1),
 )
 """The acts, in order of size; the last one under parity, which replaced copies when everything was lost."""
+
+
+PRINT_EVERY = 15.0
+"""Seconds between lines where there is no terminal to redraw."""
+
+
+class Live:
+    """`with Live(...) as live:` redraws on a terminal, and prints a line now and then elsewhere (CI)."""
+
+    def __init__(self, console: Console, steps: int, log: TrainingLog) -> None:
+        self._console = console
+        self._log = log
+        self._steps = steps
+        self._printed = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("training", total=steps, state="starting")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, sentence: str) -> None:
+        self._console.print(sentence, highlight=False, soft_wrap=True)
+
+    def follow(self, status: Mapping[str, Any]) -> None:
+        """Show where the job is now."""
+        last = self._log.last
+        state = describe(status, last.step if last else 0, last.loss if last else None)
+        self._progress.update(self._task, completed=last.step if last else 0, state=state)
+        if not self._console.is_terminal and time.monotonic() - self._printed > PRINT_EVERY:
+            self._printed = time.monotonic()
+            self._console.print(f"  {state}", highlight=False, soft_wrap=True)
+
+    def count(self, description: str, step: int) -> None:
+        """Show a plain count (the reference run)."""
+        self._progress.update(
+            self._task, description=description, completed=step, state=f"step {step}/{self._steps}"
+        )
+
+
+def describe(status: Mapping[str, Any], step: int, loss: float | None) -> str:
+    """The job in one line: phase, step, loss, and what is safe where."""
+    tiers = status.get("tiers") or {}
+    safe = " ".join(
+        f"{tier}:{tiers[tier]['step']}"
+        for tier in ("local", "peer", "remote")
+        if "step" in tiers.get(tier, {})
+    )
+    words = [str(status.get("phase") or "Pending"), f"step {step}"]
+    if loss is not None:
+        words.append(f"loss {loss:.3f}")
+    words.append(f"safe {safe or 'nothing yet'}")
+    words.append(f"attempt {status.get('attempt', 0)}")
+    return " · ".join(words)
+
+
+_PATIENCE = 90.0
+"""Seconds before one wait is given up."""
+
+
+@dataclass
+class Story:
+    """Everything the acts need."""
+
+    stage: LaptopStage
+    log: TrainingLog
+    ranks: int
+    live: Live
+
+    def __post_init__(self) -> None:
+        self._under_way: dict[int, dict[str, Any]] = {}
+        """By attempt, all that the status said of a recovery while it was under way."""
+        self.ended: dict[int, Mapping[str, Any]] = {}
+        """The recoveries that have ended, by attempt, as the status had each of them last."""
+
+    def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
+        """Look at the job until `condition` of its status holds. Raises GaveUp."""
+
+        def look(status: Mapping[str, Any]) -> bool:
+            under_way, ended = status.get("recovery") or {}, status.get("lastRecovery")
+            if "attempt" in under_way:  # it has none before its version is chosen
+                self._under_way.setdefault(int(under_way["attempt"]), {}).update(under_way)
+            if ended:
+                self.ended[int(ended["attempt"])] = ended
+            self.log.poll()
+            self.live.follow(status)
+            if condition_is(status, "Failed") and not condition(status):
+                raise GaveUp(f"while waiting for {what}, the job failed: {in_words(status)}")
+            return condition(status)
+
+        return self.stage.wait(what, look, _PATIENCE)
+
+    def play(self, failure: Failure, at_step: int) -> FaultRecord:
+        """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
+        status = self.wait_for(
+            f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
+        )
+        if failure.asks_for_parity:
+            self.live.say(f"  → {self.stage.protect_by_parity()}")
+        attempt_before = int(status.get("attempt", 0))
+        injected_at = time.time()
+        target = self.stage.inflict(failure.fault, failure.worker)
+        self.live.say(f"  ✗ {FAULTS[failure.fault].what}: {target}")
+        self.wait_for(
+            "the recovery to end",
+            lambda status: (
+                int((status.get("lastRecovery") or {}).get("attempt", 0)) > attempt_before
+                and self._trains_in(int(status["attempt"]))
+            ),
+        )
+        record = self._record(failure, target, injected_at)
+        self.stage.undo()
+        return record
+
+    def finish(self) -> Mapping[str, Any]:
+        """Wait for the job to complete, and for rank 0's last words."""
+        return self.wait_for(
+            "the job to complete",
+            lambda status: condition_is(status, "Completed") and self.log.digest is not None,
+        )
+
+    @property
+    def step(self) -> int:
+        """The newest step rank 0 has printed."""
+        return self.log.last.step if self.log.last else 0
+
+    def _ready_for(self, failure: Failure, at_step: int, status: Mapping[str, Any]) -> bool:
+        whole = condition_is(status, "Running") and self._trains_in(int(status.get("attempt", 0)))
+        durable = tier_step(status, "remote") or not failure.needs_remote
+        return bool(self.step >= at_step and whole and tier_step(status, "peer") and durable)
+
+    def _trains_in(self, attempt: int) -> bool:
+        return self.log.last is not None and self.log.last.attempt == attempt
+
+    def _record(self, failure: Failure, target: str, injected_at: float) -> FaultRecord:
+        attempt = max(self.ended)
+        finished, under_way = self.ended[attempt], self._under_way.get(attempt, {})
+        ranks = self.stage.restores(attempt)
+        if len(ranks) != self.ranks:
+            raise GaveUp(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
+        resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
+        restored_step = int(finished["step"])
+        racks = {worker: self.stage.rack_of(worker) for worker in range(self.ranks)}
+        return FaultRecord(
+            name=failure.name,
+            what=FAULTS[failure.fault].what,
+            target=target,
+            injected_at=injected_at,
+            detected_at=parse_time(under_way.get("detectedAt")) or injected_at,
+            restored_at=parse_time(under_way.get("restoredAt")) or resumed_at,
+            resumed_at=resumed_at,
+            attempt=attempt,
+            restarted=int(finished.get("restarted", 0)),
+            restored_step=restored_step,
+            lost_steps=max(
+                0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step
+            ),
+            tiers=count_tiers(ranks),
+            rank_sources=[rank_source(restore, rank, racks) for rank, restore in sorted(ranks.items())],
+            cause=str(finished.get("cause", "")),
+            reason=str(finished.get("reason", "")),
+        )

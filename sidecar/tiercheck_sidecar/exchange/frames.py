@@ -75,7 +75,7 @@ class Ask:
       have you?
     - "pulse": are you there? - "ucx": may UCX carry what follows? Its worker here has `address`.
     - "fold": will you fold this artifact of mine into a block? - "chunks": chunks of it follow, until END;
-      answered by what is still missing.
+      answered by the damaged ones.
     - "status": answered when it differs from the last answer on this connection, or after a few seconds.
 
     With a `share`, "read", "list" and "corrupt" are about that parity block of the version and kind.

@@ -110,12 +110,10 @@ class Listeners:
         for _ in self._state.looks(_LOOK_EVERY):
             if self._stopped:
                 return
-            directive = self._state.directive
-            named = directive.policy.peer_interfaces if directive is not None else ()
-            now = time.monotonic()
-            changed = (named, self._state.peers_by_ucx) != (used, by_ucx)
-            if changed or (named and now - looked >= _LOOK_EVERY):
-                used, by_ucx, looked = named, self._state.peers_by_ucx, now
+            policy, now = self._state.policy, time.monotonic()
+            named = policy.peer_interfaces
+            if (named, policy.peer_ucx) != (used, by_ucx) or (named and now - looked >= _LOOK_EVERY):
+                used, by_ucx, looked = named, policy.peer_ucx, now
                 lacks_ucx = f"{why_no_ucx()}. TCP carries copies" if by_ucx and why_no_ucx() else ""
                 told = ". ".join(filter(None, [self._use(named), lacks_ucx]))
                 self._state.problem("InterfaceMissing", told)

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tiercheck.failpoints import failpoint
@@ -86,21 +87,9 @@ class Transfer:
 
     def receive(self, wire: Wire) -> tuple[int, ...]:
         """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
-        damaged: list[int] = []
-        digests = self.seal.digests
-        chunks = Chunks.over(wire, self.seal.artifact, digests, self.seal.tags)
+        chunks = Chunks.over(wire, self.seal.artifact, self.seal.digests, self.seal.tags)
         with self._stream(wire):
-            while True:
-                index, length = wire.receive_chunk_header()
-                if index == END:
-                    return tuple(damaged)
-                if index >= len(digests.values) or length != length_of(digests, index):
-                    raise WireBroken("a chunk does not fit into the artifact")
-                with self._target(index) as target:
-                    if chunks.take(wire, index, target):
-                        self.verified.add(index)
-                    else:
-                        damaged.append(index)
+            return chunks.take_all(wire, self._target, lambda index, _: self.verified.add(index))
 
     @contextlib.contextmanager
     def _target(self, index: int) -> Iterator[memoryview]:
@@ -263,13 +252,32 @@ class Chunks:
         sealed = tagger.running(index, tags.of(index)) if tags and tagger else ChunkTag()
         return wire.receive_into(view, sealed) or digest_chunk(view) == self.digests.values[index]
 
-    def take(self, wire: Wire, index: int, view: memoryview) -> bool:
-        """The same where the sender is told what came damaged, and sends it again, not bare. Raises
-        WireBroken."""
-        try:
-            return self.receive(wire, index, view)
-        except Altered:
-            return False
+    def take_all(
+        self,
+        wire: Wire,
+        place: Callable[[int], AbstractContextManager[memoryview]],
+        took: Callable[[int, memoryview], None],
+    ) -> tuple[int, ...]:
+        """Receive chunks until END, each into its `place`, and call `took` with each that is the artifact's.
+        Returns those that came damaged: the sender is told, and sends them again, not bare. Raises
+        WireBroken, OSError.
+        """
+        damaged: list[int] = []
+        while True:
+            index, length = wire.receive_chunk_header()
+            if index == END:
+                return tuple(damaged)
+            if index >= len(self.digests.values) or length != length_of(self.digests, index):
+                raise WireBroken("a chunk does not fit into the artifact")
+            with place(index) as view:
+                try:
+                    good = self.receive(wire, index, view)
+                except Altered:
+                    good = False
+                if good:
+                    took(index, view)
+                else:
+                    damaged.append(index)
 
 
 Handlers = Mapping[str, Callable[[Ask], Say | None]]

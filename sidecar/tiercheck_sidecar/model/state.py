@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 
 from tiercheck.clocks import SteadyClock
-from tiercheck.protocol.directive import DeltaMode, Directive, Phase
+from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Policy
 from tiercheck.protocol.report import (
     SPARE,
     Counters,
@@ -40,6 +40,7 @@ CANNOT_SAVE = "CannotSave"
 
 log = logging.getLogger(__name__)
 
+_NO_POLICY = Policy(None, 0, 0, delta=DeltaMode.NONE)
 _MOMENT = 0.02
 """Seconds between two looks of a loop for which nobody waits."""
 
@@ -167,6 +168,11 @@ class SidecarState:
         return directive.attempt if directive else 0
 
     @property
+    def policy(self) -> Policy:
+        """What the job wants; as long as nobody has said it, nothing."""
+        return self.directive.policy if self.directive is not None else _NO_POLICY
+
+    @property
     def newest_attempt(self) -> SignedAttempt:
         """The newest that is known to have begun, whether or not we were told to follow it."""
         learned, directive = self._learned, self.directive
@@ -278,12 +284,6 @@ class SidecarState:
 
     # Deltas
 
-    @property
-    def wants_deltas(self) -> bool:
-        """Whether the job wants them."""
-        directive = self.directive
-        return directive is not None and directive.policy.delta is not DeltaMode.NONE
-
     def distrust_deltas(self, why: str) -> None:
         """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given
         up.
@@ -308,23 +308,11 @@ class SidecarState:
         with self.lock:
             return self.distrusted or self._declined.get(rank, "")
 
-    @property
-    def peers_encrypted(self) -> bool:
-        """Whether the job wants connections between sidecars to be encrypted."""
-        directive = self.directive
-        return directive is not None and directive.policy.peer_encrypted
-
-    @property
-    def peers_by_ucx(self) -> bool:
-        """Whether the job wants UCX to carry copies."""
-        directive = self.directive
-        return directive is not None and directive.policy.peer_ucx
-
     def tagger(self, artifact: Artifact) -> Tagger | None:
         """For what is sealed here and then travels over connections that are not encrypted; None if it will
         not."""
         directive = self.directive
-        if directive is None or self.peers_encrypted or not (directive.holders or directive.parity):
+        if directive is None or self.policy.peer_encrypted or not (directive.holders or directive.parity):
             return None
         return Tagger(self.config.token, self.config.job_uid, artifact)
 
@@ -332,8 +320,7 @@ class SidecarState:
     def every(self) -> int:
         """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided
         yet."""
-        directive = self.directive
-        return (directive.policy.snapshot_every if directive else None) or self.snapshot_every
+        return self.policy.snapshot_every or self.snapshot_every
 
     # Versions
 

@@ -8,17 +8,19 @@ connection. A rule, not a clock, says when a block that is still being made is g
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.version import Artifact, Digests, History, Kind, Share, Version
 from tiercheck_sidecar import coding
-from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
-from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk, length_of
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Chunks, Handlers, refuse_offer
 from tiercheck_sidecar.exchange.streams import Scratch
@@ -372,19 +374,18 @@ class ParitySession:
         if block is None or digests is None:
             raise WireBroken("no such block is being made")
         chunks = Chunks.over(self._wire, artifact, digests, tags)
+
+        def fold(index: int, chunk: memoryview) -> None:
+            self._must_be_current()
+            block.fold(rank, index, chunk)
+
+        @contextlib.contextmanager
+        def place(index: int) -> Iterator[memoryview]:
+            with self._holder.scratch.buffer() as buffer:
+                yield buffer[: length_of(digests, index)]
+
         try:
-            while True:
-                index, length = self._wire.receive_chunk_header()
-                if index == END:
-                    return Say("ok", missing=block.missing(rank))
-                if index >= len(digests.values) or length != min(CHUNK, digests.size - index * CHUNK):
-                    raise WireBroken("a chunk does not fit into the artifact")
-                with self._holder.scratch.buffer() as buffer:
-                    chunk = buffer[:length]
-                    good = chunks.take(self._wire, index, chunk)
-                    self._must_be_current()
-                    if good:
-                        block.fold(rank, index, chunk)
+            return Say("ok", damaged=chunks.take_all(self._wire, place, fold))
         except BlockGone as error:
             raise WireBroken("the block was given up") from error
         finally:

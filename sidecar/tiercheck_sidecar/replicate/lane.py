@@ -1,4 +1,4 @@
-"""Brings one holder what it lacks of one kind, artifact by artifact: copies, or parts of parity.
+"""Brings each holder what it lacks, kind by kind and artifact by artifact: copies, or parts of parity.
 
 What it lacks goes by what is sealed here, what the holder has acknowledged, and which snapshot is named.
 Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
@@ -15,21 +15,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
-from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 
@@ -87,89 +89,29 @@ class PushRefused(Exception):
 
 
 def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
-    """Send `seal`'s artifact. Returns whether the holder has verified every chunk and holds it; False: it has
-    no free slot now, or has not heard of this attempt yet. A stream that breaks is taken up again where it
-    stopped. Whatever is raised, `line` is hung up.
-
-    Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
+    """Send `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it;
+    False: it has no free slot now, or has not heard of this attempt yet. Raises PushRefused, and what `send`
+    raises.
     """
-    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
-
-
-def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> bool:
-    (wire,) = line.wires(1)
-    failpoint("before-push")
-    wire.send(
-        Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags)
-    )
-    said = wire.receive(Say)
-    if said.state == "have":
-        return True
-    if said.state == "busy":
-        return False
-    if said.state != "send":
+    said = send(vault, seal, line, pace, "offer")
+    if said.state not in ("ok", "have", "busy"):
         raise PushRefused(said.message)
-    chunks = len(seal.digests.values)
-    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
-    sending = _Sending(said.transfer, seal, file, deal, pace)
-    StreamCrew(line, deal, stream_count(seal.digests, len(deal)), sending.stream).run()
-    while True:  # chunks that came back damaged after their stream had ended
-        wire.send(Ask("commit", transfer=said.transfer))
-        last = wire.receive(Say)
-        if last.state == "ok":
-            return True
-        if last.state != "again":
-            raise PushRefused(last.message)
-        if not deal:  # it lost what it had acknowledged: offering again tells what it has
-            raise WireBroken(last.message)
-        sending.stream(wire, deal.take)
+    return said.state != "busy"
 
 
-@dataclass(frozen=True)
-class _Sending:
-    transfer: str
-    seal: Seal
-    file: int
-    deal: Deal
-    pace: Portion | None
+def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) -> Say:
+    """Offer an own artifact by `op` ("offer", or "fold" into parity), and send what is missing there. Returns
+    the holder's last word. A stream that breaks is taken up again where it stopped. Whatever is raised,
+    `line` is hung up.
 
-    def stream(self, wire: Wire, take: Take) -> None:
-        """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
-        digests, deal = self.seal.digests, self.deal
-        index = take()
-        while index is not None:
-            wire.send(Ask("join", transfer=self.transfer))
-            while index is not None:
-                begin, length = index * digests.chunk, length_of(digests, index)
-                bare = self.seal.tags is not None and not deal.is_again(index)
-                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
-                index = take()
-            wire.send_end()
-            said = wire.receive(Say)
-            if said.state != "ok":
-                raise PushRefused(said.message)
-            for damaged in said.damaged:
-                deal.ask_again(damaged)
-            index = take()
-
-
-T = TypeVar("T")
-
-_MOST_BREAKS = 20
-
-
-def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T:
-    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still
-    missing.
-
-    Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
+    Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged.
     """
     try:
         with vault.pin(seal.artifact, Tier.LOCAL) as slot, open(open_plain(slot.path), "rb") as file:
             for _ in range(_MOST_BREAKS):
                 hopeful, before = line.is_open, line.sent
                 try:
-                    return once(file.fileno())
+                    return _send(seal, line, file.fileno(), pace, op)
                 except WireBroken:
                     # A connection that lay idle may have been closed by the other end long ago: that proves
                     # nothing.
@@ -181,6 +123,62 @@ def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T
         line.drop()
         raise
 
+
+def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> Say:
+    (wire,) = line.wires(1)
+    failpoint("before-push")
+    artifact, digests = seal.artifact, seal.digests
+    offer = Ask.about(op, artifact, world_size=seal.world_size, digests=digests, tags=seal.tags)
+    wire.send(offer)
+    said = wire.receive(Say)
+    if said.state != "send":
+        return said
+    stream, end = Ask.about("chunks", artifact), offer  # to fold again tells what is still missing
+    if said.transfer:
+        stream, end = Ask("join", transfer=said.transfer), Ask("commit", transfer=said.transfer)
+    chunks = len(digests.values)
+    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+    sending = _Sending(stream, seal, file, deal, pace)
+    StreamCrew(line, deal, stream_count(digests, len(deal)), sending.stream).run()
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(end)
+        last = wire.receive(Say)
+        if last.state not in ("again", "send"):
+            return last
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message or "the holder lacks chunks that it took")
+        sending.stream(wire, deal.take)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    begin: Ask
+    seal: Seal
+    file: int
+    deal: Deal
+    pace: Portion | None
+
+    def stream(self, wire: Wire, take: Take) -> None:
+        """As many chunks as `wire` gets to carry. Raises WireBroken, TooDamaged."""
+        digests, deal = self.seal.digests, self.deal
+        index = take()
+        while index is not None:
+            wire.send(self.begin)
+            while index is not None:
+                begin, length = index * digests.chunk, length_of(digests, index)
+                bare = self.seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
+                index = take()
+            wire.send_end()
+            said = wire.receive(Say)
+            if said.state != "ok":
+                raise WireBroken("the chunks were not taken")
+            for damaged in said.damaged:
+                deal.ask_again(damaged)
+            index = take()
+
+
+_MOST_BREAKS = 20
 
 log = logging.getLogger(__name__)
 
@@ -325,3 +323,120 @@ class HolderTroubles:
             worst = {worker: why for (worker, _), why in self._reasons.items() if why}
             told = [f"Worker {worker} {self._says}: {why}" for worker, why in sorted(worst.items())]
             self._state.problem("PeerUnreachable", ". ".join([*told, self._hope]) if told else "")
+
+
+@dataclass(frozen=True)
+class Era:
+    """While it lasts, what its holders say counts."""
+
+    attempt: int
+    holders: tuple[Peer, ...]
+    group: ParityGroup | None = None
+
+
+class HolderLanes(ABC):
+    """Thread-safe. `run` keeps a lane for each kind to each holder that the directive names."""
+
+    says, hope = "takes nothing", "Training goes on"
+    """As for HolderTroubles."""
+
+    def __init__(
+        self, state: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket
+    ) -> None:
+        """`bucket`: all that this worker sends to its holders takes from it (`Policy.peer_bandwidth`)."""
+        self._state, self._vault, self._identity, self._port = state, vault, identity, port
+        self.bucket = bucket
+        self._lock = threading.Lock()
+        self._era: Era | None = None
+        self._has: dict[Peer, Mapping[int, MemoryStock]] = {}
+        """By holder of the era and own rank. None of these mappings is ever changed."""
+        self._troubles = HolderTroubles(state, self.says, self.hope)
+        self._begun: set[str] = set()
+        """Names of the era's threads."""
+
+    @abstractmethod
+    def _era_of(self, directive: Directive) -> Era: ...
+
+    @abstractmethod
+    def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
+        """As `bring` of Lane."""
+
+    def run(self) -> None:
+        for _ in self._state.looks(timeout=5.0):
+            era = self.follow()
+            for name, body in self._threads(era).items() if era is not None else ():
+                if name not in self._begun:
+                    self._state.threads.loop(name, body)
+                    self._begun.add(name)
+
+    def follow(self) -> Era | None:
+        """Take over whom the directive names as holders."""
+        directive = self._state.directive
+        if directive is None:
+            return None
+        self.bucket.set_rate(directive.policy.peer_bandwidth)
+        era, old = self._era_of(directive), self._era
+        if era != old:
+            with self._lock:
+                self._era, self._begun = era, set()
+                self._begin(era, old)
+            if era.holders or (old is not None and old.holders):
+                self._troubles.begin(era)
+        return self._era
+
+    def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
+        """Each holder that `directive` names: its worker, and by own rank what it has verified in that
+        attempt and has had no reason to free. What was said before the lanes to these holders began counts
+        for nothing.
+        """
+        wanted = self._era_of(directive)
+        with self._lock:
+            era = self._era
+            same = era is not None and (era.attempt, era.group) == (wanted.attempt, wanted.group)
+            return [(holder.worker, self._has.get(holder, {}) if same else {}) for holder in wanted.holders]
+
+    def owes(self) -> bool:
+        """Whether a holder lacks anything that it should have."""
+        with self._lock:
+            era = self._era
+        return era is not None and any(
+            self._due(holder, kind, era) for holder in era.holders for kind in Kind
+        )
+
+    def lane(self, holder: Peer, kind: Kind, era: Era) -> Lane:
+        """One lane, to be run by one thread."""
+        pace = Portion(self.bucket, PORTIONS[kind])
+        return Lane(
+            self._state,
+            self._vault,
+            holder,
+            due=partial(self._due, holder, kind, era),
+            bring=lambda seal, line: self._bring(seal, line, pace, holder, era),
+            report=partial(self._troubles.report, era, holder, kind),
+        )
+
+    def _begin(self, era: Era, old: Era | None) -> None:
+        """Under the lock: nothing is known of these holders."""
+        self._has = {}
+
+    def _threads(self, era: Era) -> dict[str, Callable[[], None]]:
+        return {
+            f"{kind.value}s-to-worker-{holder.worker}": partial(self._serve, holder, kind, era)
+            for holder in era.holders
+            for kind in Kind
+        }
+
+    def _serve(self, holder: Peer, kind: Kind, era: Era) -> None:
+        with Line(partial(self._dial, holder, era)) as line:
+            self.lane(holder, kind, era).run(line, partial(self._is_over, era))
+
+    def _dial(self, holder: Peer, era: Era) -> Wire:
+        return dial(self._identity, era.attempt, holder, self._port)
+
+    def _is_over(self, era: Era) -> bool:
+        return self._state.stopping or self._era is not era
+
+    def _due(self, holder: Peer, kind: Kind, era: Era) -> list[Seal]:
+        with self._lock:
+            has = self._has.get(holder, {})
+        return lacking(self._state, self._vault, kind, era.attempt, has)

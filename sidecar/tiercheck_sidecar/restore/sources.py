@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from tiercheck.plain_files import create_plain, folder_beneath, open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, beginning
-from tiercheck.protocol.directive import RESTORE_STALL, Directive, Peer, Source, Tier
+from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.version import Artifact, Digests, Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.artifact_source import (
@@ -56,8 +56,8 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer, name_of
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
-from tiercheck_sidecar.vault.inventory import sealed
 from tiercheck_sidecar.vault.seal import header_fault
+from tiercheck_sidecar.vault.stock import sealed
 
 log = logging.getLogger(__name__)
 
@@ -391,8 +391,7 @@ class RestoreSources:
                 raise
 
     def _patience(self) -> float:
-        directive = self._state.directive
-        return directive.policy.restore_stall if directive is not None else RESTORE_STALL
+        return self._state.policy.restore_stall
 
     def _left_behind(self, left: Mapping[str, int]) -> None:
         """It is told for as long as it hangs: a restore in need would have to do without."""

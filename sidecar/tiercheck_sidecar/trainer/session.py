@@ -53,13 +53,6 @@ class Quarantine:
     def __init__(self, state: SidecarState, vault: Vault, rank: int, attempt: int) -> None:
         self._state, self._vault, self._rank, self._attempt = state, vault, rank, attempt
 
-    def distrust(self, found: ReportMismatch) -> None:
-        """What the rank was to load, or had to save, is wrong."""
-        if found.kind is Kind.SNAPSHOT:
-            self._distrust_snapshot(found)
-        else:
-            self._distrust_replay(found)
-
     def distrust_taken(self, declined: DeclineDeltas) -> None:
         """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what
         others rest on is decided elsewhere."""
@@ -69,7 +62,7 @@ class Quarantine:
         taken = [each for each in deltas if each.version.attempt == self._attempt]
         self._quarantine([each for each in taken if each.version.step >= declined.step], why)
 
-    def _distrust_replay(self, found: ReportMismatch) -> None:
+    def distrust_replay(self, found: ReportMismatch) -> None:
         """A replay did not give the recorded state. The state before may have been wrong already, so no delta
         of the chain counts for anything any more, wherever a copy of it lies.
         """
@@ -94,7 +87,7 @@ class Quarantine:
         )
         state.bump()
 
-    def _distrust_snapshot(self, found: ReportMismatch) -> None:
+    def distrust_snapshot(self, found: ReportMismatch) -> None:
         """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted
         before it: so nothing counts that leads to it or on from it.
         """
@@ -328,7 +321,10 @@ class RankSession:
                 state.bump()
             case ReportMismatch():
                 self._restored.close()
-                self._quarantine.distrust(request)
+                if request.kind is Kind.SNAPSHOT:
+                    self._quarantine.distrust_snapshot(request)
+                else:
+                    self._quarantine.distrust_replay(request)
             case BorrowArtifact():
                 return Reply(True, str(self._lent(request)))
             case ReportRestored():
@@ -367,7 +363,7 @@ class RankSession:
         reason = self._state.deltas_off(self._hello.rank)
         if reason:
             raise NoDeltas(reason)
-        if directive is None or not self._state.wants_deltas:
+        if directive is None or directive.policy.delta is DeltaMode.NONE:
             raise NoDeltas("the job takes no deltas")
         if verdict is not None and not verdict.cadence.deltas:
             raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")

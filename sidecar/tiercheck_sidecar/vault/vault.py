@@ -24,7 +24,6 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
-from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slots import (
     MemoryTooSmall,
@@ -41,7 +40,16 @@ from tiercheck_sidecar.vault.slots import (
     tear,
     touch_on_node,
 )
-from tiercheck_sidecar.vault.stock import NOTHING, HeldStock, MemoryStock, Where, where
+from tiercheck_sidecar.vault.stock import (
+    NOTHING,
+    SLOT_SUFFIX,
+    HeldStock,
+    MemoryStock,
+    Where,
+    fault,
+    take_inventory,
+    where,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.version import Manifest, RankArtifact, Version
-from tiercheck.supervised import describe
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Cadence, Needs, TierVerdict, decide
@@ -38,7 +37,6 @@ _MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
 """Bytes, and values in them; what thousands of copies take, each described alone."""
 _MORE_CALLERS, _UNTOLD = 64, 4000
 """Connections beside those of the workers; workers, while it is not known how many there are."""
-_NOT_RECKONED = "what is known cannot be reckoned with"
 _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
 
@@ -110,10 +108,6 @@ class Coordinator:
         """What all were sent who were connected then."""
         self._for_all = TierAnswer()
         """The verdict as all are told it."""
-        self._proved: dict[int, WorkerWord] = {}
-        """Each worker's newest word that all could be reckoned with."""
-        self._unproved: dict[int, WorkerWord] = {}
-        """What came since, the newest in the end."""
         self._refused: dict[int, str] = {}
         """By worker whose newest word was refused: why."""
         self._tells_refusals = False
@@ -209,11 +203,8 @@ class Coordinator:
     def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
         """What the caller is sent now: the verdict, if it does not know it yet, and the answer."""
         verdict = self._verdict
-        if verdict is None:
-            said = answer and (answer if answer.refused else TierAnswer(answer.to, _NOT_RECKONED))
-            return [] if said is None else [said]
         told, caller.told = caller.told, verdict
-        news = [] if told is verdict else [self._word_for_all(verdict)]
+        news = [] if verdict is None or told is verdict else [self._word_for_all(verdict)]
         return news if answer is None else [*news, answer]
 
     def _word_for_all(self, verdict: TierVerdict) -> TierAnswer:
@@ -244,23 +235,18 @@ class Coordinator:
         wrong = find_objection(word, directive, self._words.get(head.worker))
         if wrong:
             self._refuse(head.worker, wrong)
-        else:
-            self._take(word, directive)
-            wrong = "" if head.worker in self._unproved else self._refused.get(head.worker, "")
+            raise NotNow(f"the report is refused: {wrong}")
+        self._refused.pop(head.worker, None)
+        self._take(word, directive)
         if not self._has_post:
             self._dirty.notify_all()
-        if wrong:
-            raise NotNow(f"the report is refused: {wrong}")
 
     def _take(self, word: WorkerWord, directive: Directive) -> None:
         """Raises NotNow."""
-        worker = word.head.worker
-        if worker not in self._refused:  # who is refused again and again is not waited for at the end
-            self._heard[worker] = self._clock()
+        # A worker whose reports are refused is not waited for at the end.
+        self._heard[word.head.worker] = self._clock()
         if word.head.placement and word.head.placement != directive.placement:
             raise NotNow("holders change, and not everybody has heard of it")
-        self._unproved.pop(worker, None)
-        self._unproved[worker] = word
         self._merge(word)
         self._is_dirty = True
         if self._verdict is None or len(self._tally.ranks) <= directive.procs_per_worker:
@@ -286,55 +272,24 @@ class Coordinator:
                 self._record(rank, artifact)
         self._tally.put(word)
 
-    def _record(self, rank: int, artifact: RankArtifact | None) -> None:
-        """The rank's newest upload; None: it is not known."""
+    def _record(self, rank: int, artifact: RankArtifact) -> None:
+        """The rank's newest upload."""
         before = self._artifacts.pop(rank, None)
         if before is not None:
             there = self._on_record[before.version]
             there.discard(rank)
             if not there:
                 del self._on_record[before.version]
-        if artifact is not None:
-            self._artifacts[rank] = artifact
-            self._on_record.setdefault(artifact.version, set()).add(rank)
-
-    def _take_back(self, worker: int, directive: Directive) -> None:
-        """The worker's unproved word. Whatever else it told before, it tells again within a second."""
-        del self._unproved[worker]
-        self._words.pop(worker, None)
-        self._final, self._done = self._final - {worker}, self._done - {worker}
-        own = range(worker * directive.procs_per_worker, (worker + 1) * directive.procs_per_worker)
-        self._tally.drop(worker, own)
-        for rank in own:
-            self._record(rank, None)
-        if worker in self._proved:
-            self._merge(self._proved[worker])
+        self._artifacts[rank] = artifact
+        self._on_record.setdefault(artifact.version, set()).add(rank)
 
     def _reckon(self, directive: Directive) -> None:
-        """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that
-        were refused before first: nobody's report stops the others."""
-        suspects: list[int] | None = None
-        blamed: tuple[int, str] | None = None
-        while True:
-            try:
-                self._judge(directive)
-                break
-            except Exception as error:
-                self._is_dirty = False
-                if suspects is None:
-                    newest_first = reversed(self._unproved)
-                    suspects = sorted(newest_first, key=lambda worker: worker not in self._refused)
-                if not suspects:
-                    log.exception("what is known cannot be reckoned with")
-                    return
-                blamed = suspects.pop(0), f"it cannot be reckoned with ({describe(error)})"
-                self._take_back(blamed[0], directive)
-        self._proved |= self._unproved
-        for worker in self._refused.keys() & self._unproved.keys():
-            del self._refused[worker]
-        self._unproved = {}
-        if blamed is not None:
-            self._refuse(*blamed)
+        """Judge. Where that fails the verdict stands: this thread's end would be the sidecar's."""
+        try:
+            self._judge(directive)
+        except Exception:
+            log.exception("what is known cannot be reckoned with")
+        self._is_dirty = False
 
     def _refuse(self, worker: int, why: str) -> None:
         if self._refused.get(worker) != why:
@@ -465,7 +420,7 @@ class Coordinator:
             return
         self._attempt, self._placement = directive.attempt, directive.placement
         self._tally, self._words, self._verdict = Tally(), {}, None
-        self._proved, self._unproved, self._refused = {}, {}, {}
+        self._refused = {}
         if same:
             # Protection begins anew, and nothing counts that was said under the old placement.
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
@@ -492,24 +447,20 @@ class Coordinator:
                 current=self._uploading,
                 finishing=directive.phase is Phase.FINISH,
             )
-        self._uploading = upload
+        self._uploading, sizes = upload, (world, directive.policy.snapshot_every)
+        if self._cadence is None or self._cadence[0] != sizes:
+            self._cadence = sizes, decide(world, self._needs, sizes[1])
         verdict = dataclasses.replace(
             verdict,
             watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
             upload=upload,
             placement=directive.placement,
             stored=None if self._stored is None else tuple(sorted(stored)[-_TOLD:]),
-            cadence=self._decide(world, directive.policy.snapshot_every),
+            cadence=self._cadence[1],
             over=self._is_over(directive, upload),
         )
         if verdict != self._verdict:
             self._verdict = verdict
-        self._is_dirty = False
-
-    def _decide(self, world: int, wanted: int | None) -> Cadence:
-        if self._cadence is None or self._cadence[0] != (world, wanted):
-            self._cadence = (world, wanted), decide(world, self._needs, wanted)
-        return self._cadence[1]
 
 
 def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:

@@ -147,15 +147,6 @@ class Tally:
                 shapes[before] -= 1
         self._keep(word.head.worker, word.copies)
 
-    def drop(self, worker: int, ranks: Iterable[int]) -> None:
-        """Nothing is known of the worker and its ranks."""
-        for rank in ranks:
-            before = self._ranks.pop(rank, None)
-            if before is not None:
-                self._shapes[before] -= 1
-        self._complete = 0
-        self._keep(worker, ())
-
     def _keep(self, worker: int, copies: tuple[CopyGroup, ...]) -> None:
         before = self._copies.get(worker, ())
         if before is copies:

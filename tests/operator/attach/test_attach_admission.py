@@ -14,7 +14,7 @@ from tests.operator.api_model import ApiModel
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
-from tiercheck_local.apiserver.store.patch import json_patch
+from tiercheck_local.apiserver.http.requests import json_patch
 from tiercheck_operator.attach.injection import Attachment, attached_job, job_name
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
 from tiercheck_operator.attach.webhook import Admission, difference

@@ -23,7 +23,7 @@ from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import having
 from tests.operator.sidecar_over_https import until_turn
 from tiercheck.protocol import names
-from tiercheck_local.apiserver.store.patch import json_patch
+from tiercheck_local.apiserver.http.requests import json_patch
 from tiercheck_local.markers import free_ports
 from tiercheck_operator.attach import webhook
 from tiercheck_operator.attach.trust import Trust, renew_when_due

@@ -43,7 +43,9 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(job: Gr
 def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots and deltas are told of by two threads."""
     job.protect(V, 100_000)
-    state, (link,) = job.stations[0].state, job.stations[0].sender._links
+    state, sender = job.stations[0].state, job.stations[0].sender
+    era = sender._era
+    assert era is not None
     real, held, go_on = state.problem, threading.Event(), threading.Event()
 
     def late(reason: str, message: str) -> None:
@@ -54,7 +56,9 @@ def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: py
 
     monkeypatch.setattr(state, "problem", late)
     words = [(Kind.SNAPSHOT, "it is full"), (Kind.SNAPSHOT, "")]
-    threads = [threading.Thread(target=link._tell, args=word) for word in words]
+    threads = [
+        threading.Thread(target=sender._troubles.report, args=(era, era.holders[0], *word)) for word in words
+    ]
     threads[0].start()
     assert held.wait(60)
     threads[1].start()
@@ -124,7 +128,11 @@ def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_onc
     job = make_job(data=2, parity=1)
     job.protect(V, 100_000)
     until(lambda: not strikes.spared(), "all fail")
-    assert set(strikes.begun.values()) >= {"parity-2-status", "parity-2-snapshots", "parity-2-deltas"}
+    assert set(strikes.begun.values()) >= {
+        "status-of-worker-2",
+        "snapshots-to-worker-2",
+        "deltas-to-worker-2",
+    }
     job.protect(Version(11, 1), 100_000)
 
 
@@ -135,7 +143,7 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
     real, refused = threading.Thread.start, set[str]()
 
     def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("parity-2-") and thread.name not in refused:
+        if thread.name.endswith("-worker-2") and thread.name not in refused:
             refused.add(thread.name)
             raise RuntimeError("can't start new thread")
         real(thread)

@@ -211,19 +211,6 @@ def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> Non
             assert known == set(of_each)
 
 
-@given(st.lists(reports_of(0), min_size=1, max_size=3), reports_of(1))
-def test_worker_that_is_dropped_leaves_nothing(said: list[TierReport], other: TierReport) -> None:
-    vocabulary, tally, alone = Vocabulary(), Tally(), Tally()
-    for report in said:
-        tally.put(word_of(report, vocabulary))
-    tally.put(word_of(other, vocabulary))
-    alone.put(word_of(other, vocabulary))
-    tally.drop(0, range(PROCS))
-    assert tally.ranks == alone.ranks
-    assert set(tally.shapes) == set(alone.shapes)
-    assert set(tally.copies) == set(alone.copies)
-
-
 # The coordinator
 
 

@@ -133,7 +133,7 @@ class Offer:
 
 class Backend(Protocol):
     """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up;
-    None: no limit."""
+    None: no limit. What only the rest of a job has to know goes nowhere unless a backend overrides it."""
 
     attempt: int
     place: str
@@ -177,22 +177,22 @@ class Backend(Protocol):
 
     def restored(self, step: int) -> None:
         """Training thread: the offer was loaded."""
-        ...
+        return
 
     def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
         """Training thread: the steps trained again after `step` were compared with the life before. Never
         raises."""
-        ...
+        return
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
         """Training thread, before the first step: the replay of the delta of `step` went wrong, or the
         snapshot of `step` is of replicas that differed. Never raises."""
-        ...
+        return
 
     def reserve(self, size: int, delta_size: int) -> None:
         """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises
         Skipped."""
-        ...
+        return
 
     def begin(self, step: int, size: int, kind: Kind) -> str:
         """Path of a file of at least `size` bytes for the artifact after `step`. Raises Skipped."""
@@ -210,32 +210,33 @@ class Backend(Protocol):
 
     def pass_over(self, step: int) -> None:
         """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
-        ...
+        return
 
     def no_deltas(self, message: str, since: int = 0) -> None:
         """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and
         later ones, of this process, must not be replayed either;
         0: nothing is known against them. Never raises."""
-        ...
+        return
 
     def cannot_save(self, message: str) -> None:
         """Nothing of this rank can be saved, and why; empty: it can again. Never raises."""
-        ...
+        return
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never
         raises."""
-        ...
+        return
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
         """This process is about to end with `exit_code`, and why. Never raises."""
-        ...
+        return
 
     def flush(self) -> bool:
         """Deliver what progress is still owed; True if nothing is left. Never raises."""
-        ...
+        return True
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class Claim:

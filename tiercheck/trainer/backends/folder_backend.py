@@ -26,17 +26,16 @@ from tiercheck.plain_files import sync_folder
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version, parse_version_name, version_name
-from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, is_distributed, log
+from tiercheck.trainer.backends.backend import Backend, Offer, Ranges, Skipped, is_distributed, log
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)
 _OWNER = "run"
 
 
-class FolderBackend:
-    """A `Backend` over a folder that all ranks see."""
+class FolderBackend(Backend):
+    """Over a folder that all ranks see."""
 
     patience: float | None = None  # nothing to fear from a folder: every due snapshot is taken
     every = 50
@@ -95,18 +94,6 @@ class FolderBackend:
         """Where a rank's snapshot is, if it is there."""
         return self._data(rank, version)
 
-    def restored(self, step: int) -> None:
-        return
-
-    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
-        return
-
-    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        return
-
-    def reserve(self, size: int, delta_size: int) -> None:
-        return
-
     def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
         path = self._temporary(self._version(step))
         try:
@@ -145,27 +132,6 @@ class FolderBackend:
 
     def abandon(self, path: str, step: int, kind: Kind = Kind.SNAPSHOT) -> None:
         Path(path).unlink(missing_ok=True)
-
-    def pass_over(self, step: int) -> None:
-        return
-
-    def no_deltas(self, message: str, since: int = 0) -> None:
-        return
-
-    def cannot_save(self, message: str) -> None:
-        return
-
-    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
-        return
-
-    def failing(self, reason: str, message: str, exit_code: int) -> None:
-        return
-
-    def flush(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        return
 
     def _offers(self) -> Iterator[tuple[Version | None, int]]:
         """For each number of ranks that ever saved here, this one first, the newest version that is

@@ -35,7 +35,7 @@ from tiercheck.trainer.deltas.delta_format import (
 from tiercheck.trainer.deltas.unseen import Untold
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.slot_context import Cancelled, Desk
+from tiercheck.trainer.save.slot_context import Cancelled, Desk, Job
 from tiercheck.trainer.save.staging import Flight
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, bytes_into
 from tiercheck.trainer.tensors.leaves import NotCapturable
@@ -185,20 +185,17 @@ class Measured(Exception):
     """The delta was only to be measured."""
 
 
-class DeltaJob:
+class DeltaJob(Job):
     kind = Kind.DELTA
 
     def __init__(self, desk: Desk, delta: Delta, script: Script) -> None:
-        self.pending = self._delta = delta
-        self._desk = desk
+        super().__init__(desk, delta)
+        self._delta = delta
         self._script = script
-        self._path = ""
-        self._views: dict[str, Tensor] = {}
         self._layout: SlotLayout
         self._plan: DeltaPlan
         self._by_name: dict[str, Item] = {}
         self._hashes: state_hash.Folded
-        self._flight: Flight | None = None
         self._looked: tuple[Mapping[str, Tensor], Sample] | None = None
         self.seconds = 0.0
         """What it took this thread so far, without what it waited for a device to come to the end of the
@@ -221,16 +218,16 @@ class DeltaJob:
         if delta.only_measure:
             raise Measured
         self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
-        desk.give_back_on_failure(delta, self.kind, self._path, lambda: self._copy(plan, turn))
+        self._guarded(lambda: self._copy(plan, turn))
         self.seconds = time.monotonic() - begun
 
     def land(self) -> None:
         if self._flight is not None and self._delta.ready is not None:
-            self._desk.give_back_on_failure(self._delta, self.kind, self._path, self._land)
+            self._guarded(self._land)
 
     def finish(self) -> None:
         begun = time.monotonic()
-        self._desk.give_back_on_failure(self._delta, self.kind, self._path, self._finish)
+        self._guarded(self._finish)
         self._desk.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
         self.seconds += time.monotonic() - begun
 
@@ -292,16 +289,12 @@ class DeltaJob:
         self._refuse_torn()
         self.seconds += time.monotonic() - begun
 
-    def _non_finite(self) -> str | None:
-        """Name of the first gradient with an infinity or a NaN that an update was made of. After
-        `Flight.land`."""
+    def _consumed(self) -> list[str]:
+        """Names of the gradients that an update was made of."""
         left_out = {id(event) for event in self._delta.events if event.left_out()}
-        names = [
+        return [
             item.name for item in self._plan.items if item.must_be_finite and id(item.event) not in left_out
         ]
-        if self._flight is not None:
-            return self._flight.non_finite(frozenset(names))
-        return staging.non_finite([(name, self._views[name]) for name in names])
 
     def _refuse_torn(self) -> None:
         """Raises Skipped if a gradient was overwritten before it was copied."""
@@ -329,10 +322,7 @@ class DeltaJob:
         bytes_into(self._views[REPLAY_BLOB], blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._desk.gate():
-            if name := self._non_finite():
-                self._desk.sanity.refused(delta.step)
-                raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
-            self._desk.sanity.good(delta.step)
+            self._refuse_non_finite(self._consumed())
         self._desk.open(self._path).finish(
             self._layout,
             self._desk.rank,

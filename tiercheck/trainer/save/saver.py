@@ -28,15 +28,12 @@ from tiercheck.trainer.save.slot_context import (
     Desk,
     End,
     FinishJob,
-    Flush,
     Job,
     Layouts,
     Message,
-    ReserveRoom,
     Sanity,
     Submitted,
     Task,
-    TellCannotSave,
     UnknownRoom,
 )
 from tiercheck.trainer.save.snapshot import SnapshotJob
@@ -151,7 +148,7 @@ class Saver:
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
         """Let slots of these bytes be prepared."""
-        self._told.put(ReserveRoom(snapshot_room, delta_room))
+        self._told.put(CallBackend(partial(self._reserve, snapshot_room, delta_room)))
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
         """Count an artifact that is not taken, and say why, once per kind."""
@@ -189,13 +186,13 @@ class Saver:
 
     def tell_cannot_save(self, why: str) -> None:
         """Let the backend know that nothing can be saved, until a snapshot is."""
-        self._told.put(TellCannotSave(why))
+        self._told.put(CallBackend(partial(self._lack, why)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were
         not enough."""
         done = threading.Event()
-        self._told.put(Flush(done))
+        self._told.put(CallBackend(partial(self._flush, done)))
         return done.wait(timeout)
 
     def close(self, timeout: float) -> bool:
@@ -268,15 +265,6 @@ class Saver:
                 self._finish(job)
             case CallBackend(call):
                 call()
-            case ReserveRoom(snapshot_room, delta_room):
-                self._reserve(snapshot_room, delta_room)
-            case TellCannotSave(why):
-                self._lack(why)
-            case Flush(done):
-                try:
-                    self._backend.flush()
-                finally:
-                    done.set()
             case End():
                 pass
             case _:
@@ -333,6 +321,13 @@ class Saver:
             job.land()
         finally:
             self._busy_since, self._landing = time.monotonic(), False
+
+    def _flush(self, done: threading.Event) -> None:
+        """Deliver what progress is owed: somebody waits for it."""
+        try:
+            self._backend.flush()
+        finally:
+            done.set()
 
     def _lack(self, why: str) -> None:
         if why != self._lacking:

@@ -7,10 +7,13 @@ known layouts are remembered.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from tiercheck.protocol.artifacts.pieces import pieces_table
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotLayout
@@ -18,6 +21,8 @@ from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend, Skipped
 from tiercheck.trainer.proof.proof import SUM_BYTES
 from tiercheck.trainer.replicas.equality import Equality
+from tiercheck.trainer.save import staging
+from tiercheck.trainer.save.staging import Flight
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
 from tiercheck.trainer.tensors.accelerator import Pending
@@ -140,30 +145,6 @@ class Cancelled(Exception):
     """The barrier gave the artifact up before its copy began."""
 
 
-class Job(Protocol):
-    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left
-    behind.
-    """
-
-    @property
-    def pending(self) -> Pending: ...
-
-    @property
-    def kind(self) -> Kind: ...
-
-    def copy(self) -> None:
-        """Urgent: training waits for the end of it before the next update."""
-        ...
-
-    def land(self) -> None:
-        """Wait until a device has copied what `copy` gave to it."""
-        ...
-
-    def finish(self) -> None:
-        """The rest: nothing of the model is needed for it."""
-        ...
-
-
 @dataclass
 class Desk:
     """Of the saver's thread."""
@@ -197,18 +178,53 @@ class Desk:
         if pending.device is not None and pending.ready is not None:
             pending.device.follow(pending.ready)
 
-    def give_back_on_failure(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
+
+class Job(ABC):
+    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left
+    behind.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, desk: Desk, pending: Pending) -> None:
+        self._desk, self.pending = desk, pending
+        self._path = ""
+        self._views: dict[str, Tensor] = {}
+        self._flight: Flight | None = None
+
+    @abstractmethod
+    def copy(self) -> None:
+        """Urgent: training waits for the end of it before the next update."""
+
+    @abstractmethod
+    def land(self) -> None:
+        """Wait until a device has copied what `copy` gave to it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The rest: nothing of the model is needed for it."""
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what
         nobody thought of."""
         try:
             work()
-        except (
-            BaseException
-        ) as error:  # invariant: a slot that stays begun is one less for all that is saved later
-            self.backend.abandon(path, pending.step, kind)
+        except BaseException as error:  # invariant: a slot that stays begun is one less for all that follows
+            self._desk.backend.abandon(self._path, self.pending.step, self.kind)
             if isinstance(error, OSError | ValueError | RuntimeError):
                 raise Skipped("CannotWrite", str(error)) from error
             raise
+
+    def _refuse_non_finite(self, names: Sequence[str]) -> None:
+        """Raises Skipped if one of these holds an infinity or a NaN. After the landing."""
+        if self._flight is not None:
+            name = self._flight.non_finite(frozenset(names))
+        else:
+            name = staging.non_finite([(name, self._views[name]) for name in names])
+        if name:
+            self._desk.sanity.refused(self.pending.step)
+            raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
+        self._desk.sanity.good(self.pending.step)
 
 
 @dataclass(frozen=True)
@@ -234,32 +250,10 @@ class FinishJob:
 
 @dataclass(frozen=True)
 class CallBackend:
-    """A request of the training thread to the backend: one thread asks a sidecar, and training waits for no
-    answer."""
+    """A request of the training thread that ends at the backend: one thread asks a sidecar, and training
+    waits for no answer."""
 
     call: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class ReserveRoom:
-    """Slots of these bytes will be needed."""
-
-    snapshot: int
-    delta: DeltaRoom
-
-
-@dataclass(frozen=True)
-class TellCannotSave:
-    """As `Backend.cannot_save`."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Flush:
-    """Deliver what progress is owed, then set `done`: somebody waits for it."""
-
-    done: threading.Event
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,7 @@ class End:
     """Nothing comes any more."""
 
 
-Message = CallBackend | ReserveRoom | TellCannotSave | Flush | End
+Message = CallBackend | End
 """What can wait until everything that was copied is handed over."""
 Task = CopyArtifact | FinishJob | Message
 """What the thread does at one go."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import Skipped
@@ -13,28 +11,25 @@ from tiercheck.trainer.deltas.unseen import Untold
 from tiercheck.trainer.proof import proof
 from tiercheck.trainer.replicas.equality import REPLICAS, Looked
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.slot_context import Cancelled, Desk, Planned
+from tiercheck.trainer.save.slot_context import Cancelled, Desk, Job, Planned
 from tiercheck.trainer.save.staging import Crew, Flight, Snapshot
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
-class SnapshotJob:
+class SnapshotJob(Job):
     kind = Kind.SNAPSHOT
 
     def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
         """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold`
         what the snapshot has."""
-        self.pending = self._snapshot = snapshot
-        self._desk = desk
+        super().__init__(desk, snapshot)
+        self._snapshot = snapshot
         self._mutating = mutating
         self._untold = untold
-        self._path = ""
         self._planned: Planned
-        self._views: dict[str, torch.Tensor] = {}
         self._looked: Looked
         self._must_be_finite: list[str] | None = None
-        self._flight: Flight | None = None
 
     def copy(self) -> None:
         snapshot, backend = self._snapshot, self._desk.backend
@@ -45,14 +40,14 @@ class SnapshotJob:
             backend.pass_over(snapshot.step)
             raise Skipped("NotCapturable", str(error)) from error
         self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
-        self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._copy)
+        self._guarded(self._copy)
 
     def land(self) -> None:
         if self._flight is not None:
-            self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._flight.land)
+            self._guarded(self._flight.land)
 
     def finish(self) -> None:
-        self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._finish)
+        self._guarded(self._finish)
         self._desk.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
 
     def _copy(self) -> None:
@@ -94,10 +89,7 @@ class SnapshotJob:
         bytes_into(self._views[PROOF], snapshot.proof.written())
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._must_be_finite is not None:
-            if name := self._non_finite():
-                self._desk.sanity.refused(snapshot.step)
-                raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
-            self._desk.sanity.good(snapshot.step)
+            self._refuse_non_finite(self._must_be_finite)
         self._desk.equality.judge(self._looked)
         self._desk.open(self._path).finish(
             self._planned.slot,
@@ -110,12 +102,6 @@ class SnapshotJob:
                 DELTA_ROOM: str(self._desk.delta_room),
             },
         )
-
-    def _non_finite(self) -> str | None:
-        names = self._must_be_finite or []
-        if self._flight is not None:
-            return self._flight.non_finite(frozenset(names))
-        return staging.non_finite([(name, self._views[name]) for name in names])
 
     def _refuse_changed(self) -> None:
         """Raises Skipped if something else than the optimizer wrote what was copied."""

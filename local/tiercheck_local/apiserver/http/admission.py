@@ -19,11 +19,10 @@ import aiohttp
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import ApiError, Object
-from tiercheck_local.apiserver.http.requests import ApiCall
+from tiercheck_local.apiserver.http.requests import ApiCall, json_patch
 from tiercheck_local.apiserver.resources import NAMESPACES, WEBHOOKS, Resource, Target
 from tiercheck_local.apiserver.schema import built_in
 from tiercheck_local.apiserver.store.objects import ApiObjects
-from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_local.apiserver.store.selectors import matches_selector
 
 _DEFAULT_TIMEOUT = 10

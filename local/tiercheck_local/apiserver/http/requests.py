@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import time
 from collections.abc import Mapping
@@ -12,11 +13,10 @@ from typing import Any
 import yaml
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.errors import Object
+from tiercheck_local.apiserver.errors import ApiError, Object, bad_request, unsupported_media_type
 from tiercheck_local.apiserver.http.views import ResponseView
 from tiercheck_local.apiserver.resources import PDBS, PODS, Resource, Target
 from tiercheck_local.apiserver.store.objects import ApiObjects, DeleteOptions, WriteOptions
-from tiercheck_local.apiserver.store.patch import json_patch, merge, strategic_merge
 from tiercheck_local.apiserver.store.selectors import (
     Predicate,
     field_predicate,
@@ -25,6 +25,104 @@ from tiercheck_local.apiserver.store.selectors import (
 )
 from tiercheck_local.apiserver.store.storage import Key
 from tiercheck_operator.model.status import rfc3339
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """JSON merge patch (RFC 7386)."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge(result.get(key), value)
+    return result
+
+
+def strategic_merge(target: Any, patch: Any) -> Any:
+    """A strategic merge patch without lists is a merge patch. Raises ApiError 415 for one with lists."""
+    if _has_lists(patch):
+        raise unsupported_media_type(["application/merge-patch+json", "application/json-patch+json"])
+    return merge(target, patch)
+
+
+def _has_lists(patch: Any) -> bool:
+    if isinstance(patch, dict):
+        return any(key.startswith("$") or _has_lists(value) for key, value in patch.items())
+    return isinstance(patch, list)
+
+
+def json_patch(target: Any, operations: Any) -> Any:
+    """JSON patch (RFC 6902). Raises ApiError: 422 if an operation cannot be applied, 400: malformed."""
+    if not isinstance(operations, list):
+        raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
+    result = copy.deepcopy(target)
+    for operation in operations:
+        try:
+            result = _apply(result, operation)
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            # The real server does not say which operation failed either.
+            raise ApiError(
+                422, "Invalid", "the server rejected our request due to an error in our request", {}
+            ) from error
+    return result
+
+
+def _apply(root: Any, operation: dict[str, Any]) -> Any:
+    kind, path = operation["op"], _pointer(operation["path"])
+    if kind == "test":
+        if _get(root, path) != operation["value"]:
+            raise ValueError("testing value failed")
+        return root
+    if kind == "remove":
+        return _remove(root, path)
+    if kind == "replace":
+        _get(root, path)
+        return _add(_remove(root, path) if path else root, path, operation["value"])
+    if kind == "add":
+        return _add(root, path, operation["value"])
+    source = _pointer(operation["from"])
+    value = copy.deepcopy(_get(root, source))
+    if kind == "move":
+        return _add(_remove(root, source), path, value)
+    if kind == "copy":
+        return _add(root, path, value)
+    raise ValueError(f"unexpected kind: {kind}")
+
+
+def _pointer(text: str) -> list[str]:
+    if text and not text.startswith("/"):
+        raise ValueError("a path begins with /")
+    return [step.replace("~1", "/").replace("~0", "~") for step in text.split("/")[1:]]
+
+
+def _get(value: Any, path: list[str]) -> Any:
+    for step in path:
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return value
+
+
+def _add(root: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    parent, last = _get(root, path[:-1]), path[-1]
+    if isinstance(parent, list):
+        index = len(parent) if last == "-" else int(last)
+        if not 0 <= index <= len(parent):
+            raise IndexError("unable to access invalid index")
+        parent.insert(index, value)
+    elif isinstance(parent, dict):
+        parent[last] = value
+    else:
+        raise KeyError("add operation does not apply: doc is missing path")
+    return root
+
+
+def _remove(root: Any, path: list[str]) -> Any:
+    parent, last = _get(root, path[:-1]), path[-1]
+    del parent[int(last) if isinstance(parent, list) else last]
+    return root
 
 
 def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
@@ -98,10 +196,9 @@ def _spend_budget(objects: ApiObjects, pod: Object) -> None:
             )
             if not fresh:
                 why = f"The disruption budget {name} is still being processed by the server."
-            raise errors.too_many_requests(
-                "Cannot evict pod as it would violate the pod's disruption budget.",
-                [{"reason": "DisruptionBudget", "message": why}],
-            )
+            refused = "Cannot evict pod as it would violate the pod's disruption budget."
+            causes = [{"reason": "DisruptionBudget", "message": why}]
+            raise errors.ApiError(429, "TooManyRequests", refused, {"causes": causes})
         objects.storage.put(
             PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}}
         )
@@ -193,7 +290,8 @@ def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: Response
             return _delete(objects, target, call, view)
         case ("DELETE", False, ""):
             return 200, _delete_collection(objects, target, call, view)
-    raise errors.method_not_allowed()
+    why = "the server does not allow this method on the requested resource"
+    raise errors.ApiError(405, "MethodNotAllowed", why, {})
 
 
 def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:

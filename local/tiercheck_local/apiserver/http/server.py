@@ -56,7 +56,8 @@ async def stream(
             try:
                 missed = list(storage.changes_after(collection, options.version))
             except Expired as error:
-                yield encoder.failure(errors.too_old(options.version, error.oldest))
+                why = f"too old resource version: {options.version} ({error.oldest})"
+                yield encoder.failure(errors.ApiError(410, "Expired", why))
                 return
             for change in missed:
                 if (line := encoder.change(change, namespace, selects)) is not None:
