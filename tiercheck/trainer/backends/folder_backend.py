@@ -98,7 +98,7 @@ class FolderBackend:
     def restored(self, step: int) -> None:
         return
 
-    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
+    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
         return
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
