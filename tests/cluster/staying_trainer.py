@@ -4,7 +4,8 @@ KIND: ddp, fsdp, hsdp, tp or pp. Outside a job it trains STEPS steps with torch 
 be. In a job it trains until it is hit for the LIVES-th time (1 if not given), and then TAIL steps; PACE is in
 seconds per step. With SPREAD=1 it exchanges a value before its restore, which a rank that builds its model
 alone cannot do. PLAN, "PLACE=RANK;...": in the n-th attempt that rank kills itself there, of all PLACES, when
-it has trained for a while.
+it has trained for a while. After SIGUSR1 a rank spoils a bit of a gradient and suspects the step. PLAIN=1:
+no `with step`.
 """
 
 from __future__ import annotations
@@ -185,9 +186,11 @@ def main() -> None:
         staging.failpoint = slot_file.failpoint = at
         Deltas.end_step = before(Deltas.end_step, "delta begun")  # type: ignore[method-assign]
         Capturing.take = before(Capturing.take, "snapshot begun")  # type: ignore[method-assign]
+    spoilt: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: spoilt.append(number))
     for step in steps:
         at("loader")
-        with nullcontext() if checkpointer is None else step:
+        with nullcontext() if checkpointer is None or os.environ.get("PLAIN") == "1" else step:
             at("step begins")
             if wanted("in a collective"):  # it waits for the others there
                 threading.Timer(0.01, at, ["in a collective"]).start()
@@ -195,6 +198,11 @@ def main() -> None:
             loss = train_on(model, torch.randn(8, WIDTH))
             at("backward done")
             nn.utils.clip_grad_norm_(of_blocks, 1.0)
+            if checkpointer is not None and spoilt:
+                spoilt.clear()
+                shard = getattr(first.grad, "_local_tensor", first.grad)
+                shard.view(-1).view(torch.int32)[-1] ^= 1 << 20
+                checkpointer.suspect("two runs of the step differ")
             at("clipped")
             optimizer.step()
             schedule.step()

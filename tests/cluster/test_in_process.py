@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -138,6 +139,31 @@ def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, cluster: 
     assert_equal_losses(job, "ddp")
     pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(4)]
     assert [len(each) for each in pids] == [2, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stay"),
+    [("ddp", 4), *(pytest.param(*row, marks=pytest.mark.extended) for row in [("fsdp", 4), ("ddp", 0)])],
+)
+def test_suspected_step_is_made_again_and_the_worker_that_gave_other_bits_moves(
+    jobs: Jobs, kind: str, stay: int
+) -> None:
+    job = start(jobs, kind, LIVES="2", PLAIN="" if stay else "1")
+    job.wait_trained(13)
+    node = job.pod(2)["spec"]["nodeName"]
+    os.kill(next(line["pid"] for line in lines_of(job) if line["rank"] == 2), signal.SIGUSR1)
+    assert job.wait_recovered(2)["cause"] == "StepDiffered"
+    moved, suspected = job.status["recoveries"][:2]
+    assert suspected["cause"] == "StepSuspected"
+    assert (suspected["inProcess"], suspected["restarted"]) == (stay, RANKS - stay)
+    assert "worker 2, rank 2" in suspected["exactMessage"]
+    step = re.search(r"step (\d+) was suspected, and differs", suspected["exactMessage"])
+    assert step is not None
+    assert suspected["step"] < int(step[1])
+    assert moved["inProcess"] == max(0, stay - 1)
+    assert job.pod(2)["spec"]["nodeName"] != node
+    assert {"StepSuspected", "Differs", "StepDiffered", "NodeAvoided"} <= set(job.told())
+    assert_equal_losses(job, kind)
 
 
 @pytest.mark.extended

@@ -132,6 +132,8 @@ class ReportResume:
     """How many steps were trained again and compared."""
     message: str = ""
     """For people: what differs first, or why nothing could be compared."""
+    suspected: bool = False
+    """The step that differs is one that the rank itself had suspected."""
 
 
 @dataclass(frozen=True)

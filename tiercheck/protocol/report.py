@@ -114,6 +114,8 @@ class ResumeProof:
     """How many steps were trained again and compared."""
     message: str = ""
     """For people: what differs first, or why nothing could be compared."""
+    suspected: bool = False
+    """The step that differs is one that the rank itself had suspected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,14 +64,16 @@ class Announcements:
         begin = f"resumed at {self._where}"
         if verdict.exact is Exact.PROVEN:
             self._print(f"{begin}; {again}, bitwise equal")
-        elif verdict.exact is Exact.DIFFERS or verdict.suspect:
+        elif verdict.exact is Exact.DIFFERS or verdict.warn:
             log.warning("%s: %s; see %s", begin, verdict.message, PAGE)
         else:
             self._print(f"{begin}; not comparable: {verdict.message}")
         self._report(verdict)
 
     def _report(self, verdict: Verdict) -> None:
-        self._saver.report_resume(verdict.step, verdict.exact, verdict.steps, verdict.message)
+        self._saver.report_resume(
+            verdict.step, verdict.exact, verdict.steps, verdict.message, verdict.suspected
+        )
 
     def _print(self, line: str) -> None:
         if self._rank == 0:

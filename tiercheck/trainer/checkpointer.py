@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.protocol.names import ENV_RUN_DIR, STEP_SUSPECTED
 from tiercheck.trainer import process
 from tiercheck.trainer.announcements import SECOND, Announcements, StepProgress
 from tiercheck.trainer.backends.backend import Claim, RestoreError
@@ -38,7 +38,7 @@ from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
 from tiercheck.trainer.inprocess.steps import RepeatableStep, StepLoop
-from tiercheck.trainer.process import LastWords, StopRequest
+from tiercheck.trainer.process import LastWords, StepSuspected, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
@@ -166,6 +166,8 @@ class Checkpointer:
         self._resume = Resume(fingerprints, self._announced.report_verdict, self._saver.warn)
         self._clean = False
         """Whether the state is what the last `step` left, and may be saved as such."""
+        self._suspicion = ""
+        """Why the step under way is to be made again; empty: it is not."""
         self._saved = 0
         """The newest step of which a snapshot was begun, or that was restored; 0: none."""
         self.step_number = 0
@@ -325,7 +327,7 @@ class Checkpointer:
         if self._forked:
             return
         loss = self._progress.read_loss(loss)
-        self._resume.note(self.step_number, loss)
+        same = self._resume.note(self.step_number, loss, suspected=bool(self._suspicion))
         self._trained.partitions.stepped()
         self._trained.arithmetic.end_step()
         self._capturing.look_for_gaps()
@@ -333,6 +335,8 @@ class Checkpointer:
         if poisoned:
             self._saver.sanity.refused(self.step_number)
         self._progress.step(self.step_number, loss)
+        if self._suspicion:
+            self._give_step_up(same)
         delta = self._deltas.end_step(self.step_number, self._trained.state, poisoned)
         self._clean = not poisoned
         stopping = self._stop is not None and self._stop.signal > 0
@@ -352,6 +356,34 @@ class Checkpointer:
         if stopping and self._stop is not None:
             self._saver.wait(_CLOSE_SECONDS)
             self._stop.obey()
+
+    def suspect(self, reason: str) -> None:
+        """Have the step under way made again, because its arithmetic may be wrong. Call it before `step`, at
+        each rank that has a doubtful result. `step` then keeps nothing of it and ends the attempt: all ranks
+        go back to a version before it. A rank that gets other bits the second time is named, and its worker
+        moves to another node if it is the only one.
+
+        Args:
+            reason: What was found, for people.
+
+        Raises:
+            RuntimeError: This is no job in a cluster, or `step` was called already.
+        """
+        if self._backend.is_folder:
+            raise RuntimeError("suspect needs a TierCheckJob: outside a cluster nobody takes the ranks back")
+        if self._loop.number is not None and self._loop.number < self.step_number:
+            raise RuntimeError(f"step {self.step_number} has ended: call suspect before checkpointer.step")
+        self._suspicion = " ".join(reason.split()) or "no reason was given"
+
+    def _give_step_up(self, same: bool) -> None:
+        """Raises StepSuspected, once the job knows of it. `same`: it was suspected before, and gave the
+        same."""
+        again = "; made again, it gave the same bits: look at the script's arithmetic, not at the machine"
+        message = f"step {self.step_number} is suspected: {self._suspicion[:500]}{again if same else ''}"
+        self._suspicion, self._clean = "", False
+        self._backend.flush()
+        self._report_failing(STEP_SUSPECTED, message, 1)
+        raise StepSuspected(message)
 
     def alive(self) -> None:
         """Say that this rank is well although it makes no step: during a long evaluation, for example.

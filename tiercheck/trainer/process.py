@@ -29,7 +29,14 @@ from typing import Any
 
 import torch
 
-from tiercheck.protocol.names import COLLECTIVE_FAILED, EXITED, GPU_FAULT, OUT_OF_GPU_MEMORY, UNCAUGHT
+from tiercheck.protocol.names import (
+    COLLECTIVE_FAILED,
+    EXITED,
+    GPU_FAULT,
+    OUT_OF_GPU_MEMORY,
+    STEP_SUSPECTED,
+    UNCAUGHT,
+)
 
 _STOP_PATIENCE = 20
 """Seconds until the signal ends the process although no step has ended. A script between two trainings must
@@ -101,11 +108,18 @@ _COLLECTIVES = ("nccl", "gloo", "connection closed by peer", "connection reset b
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
+class StepSuspected(BaseException):
+    """`Checkpointer.suspect` was called in the step that has ended. No Exception: a script must not go on
+    from it."""
+
+
 def reason_of(error: BaseException) -> str:
     """One of the words above."""
     text = str(error).lower()
     if isinstance(error, SystemExit):
         return EXITED
+    if isinstance(error, StepSuspected):
+        return STEP_SUSPECTED
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_GPU_MEMORY
     if any(part in text for part in _HARDWARE) or _XID.search(text):

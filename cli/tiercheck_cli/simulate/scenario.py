@@ -124,10 +124,10 @@ NODE, DOMAIN, ALL = "node", "domain", "all"
 """Kinds whose name in a simulation is a topology level's; ALL are all pods at once."""
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    PROCESS: ("TrainerCrash", "OOMKilled"),
+    PROCESS: ("TrainerCrash", "OOMKilled", "StepSuspected"),
     POD: (
         "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "Stuck",
-        "HealthCheckFailed", "StorageExceeded",
+        "HealthCheckFailed", "StepDiffered", "StorageExceeded",
     ),
     NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
     DOMAIN: ("DomainLost",),

@@ -296,6 +296,8 @@ class Cause(str, Enum):
     last good version."""
     TRAINER_CRASH = "TrainerCrash"
     """A training command failed and nothing else explains it."""
+    STEP_SUSPECTED = "StepSuspected"
+    """A rank called `suspect`: all go back to a version before the step, and make it again."""
     OOM_KILLED = "OOMKilled"
     """A training command failed because the kernel killed one of its processes for want of memory."""
     RESTORE_FAILED = "RestoreFailed"
@@ -310,6 +312,9 @@ class Cause(str, Enum):
     its pod is replaced elsewhere."""
     GPU_FAULT = "GPUFault"
     """The driver told a rank that the hardware failed: its pod is replaced on another node."""
+    STEP_DIFFERED = "StepDiffered"
+    """A suspected step gave other bits when it was made again, at one worker alone: its pod is replaced on
+    another node."""
     START_FAILED = "StartFailed"
     """A worker's command failed twice in a row before its first step on the same node, and no other's did:
     its pod is replaced on another."""
@@ -354,6 +359,7 @@ class Cause(str, Enum):
             Cause.NODE_LEAVING,
             Cause.POD_DELETED,
             Cause.GPU_FAULT,
+            Cause.STEP_DIFFERED,
             Cause.START_FAILED,
             Cause.HEALTH_CHECK_FAILED,
             Cause.STUCK,
@@ -376,7 +382,7 @@ class Cause(str, Enum):
     @property
     def own_fault(self) -> bool:
         """Training is to blame: unless a rule says otherwise, it counts against failurePolicy.maxRestarts."""
-        itself = (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
+        itself = (Cause.TRAINER_CRASH, Cause.STEP_SUSPECTED, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
         return self in (*itself, Cause.STORAGE_EXCEEDED)
 
     @property
@@ -384,6 +390,7 @@ class Cause(str, Enum):
         """If no pod was replaced either, trainers start again where they are, with all that memory held."""
         return self in (
             Cause.TRAINER_CRASH,
+            Cause.STEP_SUSPECTED,
             Cause.OOM_KILLED,
             Cause.HUNG,
             Cause.DIVERGED,

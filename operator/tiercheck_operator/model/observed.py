@@ -373,11 +373,14 @@ class Observation:
 
     @cached_property
     def all_trainers_well(self) -> bool:
-        """Whether no training command of the attempt failed, stands still, or finds no place to begin in."""
+        """Whether no training command of the attempt failed, stands still, finds no place to begin in, or
+        gave other bits for a step that it had suspected."""
         trainers = [report.trainer for report in self.current_reports.values()]
         failed = any(trainer.state is TrainerState.FAILED for trainer in trainers)
         stalled = any(trainer.stalled_since is not None for trainer in trainers)
-        return not (failed or stalled or any(trainer.stuck or trainer.unhealthy for trainer in trainers))
+        differed = any(trainer.resume is not None and trainer.resume.suspected for trainer in trainers)
+        unfit = any(trainer.stuck or trainer.unhealthy for trainer in trainers)
+        return not (failed or stalled or differed or unfit)
 
     @cached_property
     def conditions(self) -> Mapping[str, Condition]:

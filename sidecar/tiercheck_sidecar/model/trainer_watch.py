@@ -312,7 +312,8 @@ class TrainerWatch:
         worker before all have answered."""
         self._resumes[proof.rank] = proof
         for exact in (Exact.DIFFERS, Exact.PROVEN, Exact.NOT_COMPARABLE):
-            found = next((each for each in self._resumes.values() if each.exact is exact), None)
+            alike = [each for each in self._resumes.values() if each.exact is exact]
+            found = max(alike, key=lambda each: each.suspected, default=None)  # the first of equals
             if found is not None and (exact is not Exact.NOT_COMPARABLE or len(self._resumes) == local_ranks):
                 self._report = dataclasses.replace(self._report, resume=found)
                 return

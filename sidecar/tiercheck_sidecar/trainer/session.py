@@ -330,7 +330,8 @@ class RankSession:
             case ReportRestored():
                 self._restored.close()
             case ReportResume():
-                proof = ResumeProof(rank, request.step, request.exact, request.steps, request.message[:1000])
+                said = request.message[:1000]
+                proof = ResumeProof(rank, request.step, request.exact, request.steps, said, request.suspected)
                 with state.lock:
                     state.trainer.resumed(proof, len(vault.ranks))
                 state.bump()

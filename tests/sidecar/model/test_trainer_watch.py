@@ -224,8 +224,8 @@ def test_word_of_a_launcher_that_has_gone_since_lets_nobody_be_released() -> Non
 def test_one_rank_that_differs_speaks_for_its_worker_and_one_that_could_not_compare_spoils_nothing() -> None:
     watch = running()
 
-    def told(rank: int, exact: Exact) -> tuple[int, Exact] | None:
-        watch.resumed(ResumeProof(rank, 10, exact), local_ranks=4)
+    def told(rank: int, exact: Exact, suspected: bool = False) -> tuple[int, Exact] | None:
+        watch.resumed(ResumeProof(rank, 10, exact, suspected=suspected), local_ranks=4)
         found = watch.report.resume
         return None if found is None else (found.rank, found.exact)
 
@@ -233,6 +233,7 @@ def test_one_rank_that_differs_speaks_for_its_worker_and_one_that_could_not_comp
     assert told(1, Exact.PROVEN) == (1, Exact.PROVEN)
     assert told(2, Exact.DIFFERS) == (2, Exact.DIFFERS)
     assert told(0, Exact.DIFFERS) == (2, Exact.DIFFERS), "the first one that differs"
+    assert told(3, Exact.DIFFERS, suspected=True) == (3, Exact.DIFFERS), "it had suspected its own step"
     watch.begin_attempt(2, False, 5.0)
     watch.event(LauncherEvent("started", 2), 6.0)
     assert watch.report.resume is None

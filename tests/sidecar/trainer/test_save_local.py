@@ -47,8 +47,9 @@ def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_nex
     world.begin(Version(10, 1))
     with world.rank(0) as rank:
         assert rank.welcome.restore_source == "own memory"
-        assert rank.ask("resume", step=10, exact="Differs", steps=1, message="m" * 5000).ok
-        assert world.report(0).trainer.resume == ResumeProof(0, 10, Exact.DIFFERS, 1, "m" * 1000)
+        said = {"exact": "Differs", "steps": 1, "message": "m" * 5000, "suspected": True}
+        assert rank.ask("resume", step=10, **said).ok
+        assert world.report(0).trainer.resume == ResumeProof(0, 10, Exact.DIFFERS, 1, "m" * 1000, True)
     world.begin(Version(10, 1))
     assert world.report(0).trainer.resume is None
 

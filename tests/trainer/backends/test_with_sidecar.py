@@ -21,6 +21,7 @@ from tiercheck.protocol.local import Reply, Request, Welcome
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.process import StepSuspected
 
 
 @pytest.fixture
@@ -383,3 +384,25 @@ def test_training_waits_for_no_answer_about_its_resume(
     trained_on.set()
     second.checkpointer.close()
     assert waited == [False]
+
+
+def test_nothing_of_a_suspected_step_is_saved_and_the_job_hears_of_it_before_the_step_is_left(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
+    run = trained(tmp_path, steps=3)
+    run.checkpointer.suspect("the loss is too large")
+    with pytest.raises(StepSuspected, match="step 4 is suspected: the loss is too large"):
+        run.train(1)
+    (told,) = sidecar.asked("failing")
+    assert (told.reason, told.message) == ("StepSuspected", "step 4 is suspected: the loss is too large")
+    run.checkpointer.close()
+    assert [request.step for request in sidecar.asked("begin")] == [2], "a snapshot of step 4 was due"
+
+
+def test_step_that_has_ended_cannot_be_suspected_any_more(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path / "unused", every=None)
+    with next(run.checkpointer.steps(3)):
+        run.train(1)
+        with pytest.raises(RuntimeError, match="step 1 has ended: call suspect before"):
+            run.checkpointer.suspect("too late")
+    run.checkpointer.close()

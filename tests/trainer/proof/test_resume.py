@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.trainer.lazy_device import LazyDevice
 from tests.trainer.small_runs import Run
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
+from tiercheck.trainer.process import StepSuspected
 from tiercheck.trainer.proof.fingerprints import CAPACITY, Journal, StepRecord
 from tiercheck.trainer.proof.resume import first_difference
 from tiercheck.trainer.proof.state_hash import fingerprints, state_of_turn, turns
 from tiercheck.trainer.proof.state_hash import first_difference as first_unlike
 from tiercheck.trainer.save.saver import Saver
+from tiercheck.trainer.state import slot_file
+from tiercheck.trainer.tensors import accelerator
 from tiercheck.trainer.tensors.samples import Sampler
 
 EVERY, KILLED = 4, 7
@@ -31,7 +36,7 @@ Verdicts = list[tuple[int, Exact, int, str]]
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> Verdicts:
     found: Verdicts = []
-    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict))
+    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict[:4]))
     return found
 
 
@@ -372,3 +377,83 @@ def test_a_tensor_in_new_memory_is_looked_at_there() -> None:
 def test_nothing_is_seen_of_what_has_no_bytes() -> None:
     nothing: list[Tensor] = [torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()]
     assert Sampler().take(nothing).sums == [0, 0, 0]
+
+
+def suspect(run: Run, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last step of a life, which is suspected; what the job is told of it."""
+    monkeypatch.setattr(run.checkpointer._backend, "is_folder", False)  # as in a cluster
+    run.checkpointer.suspect("two runs of it\ndiffer")
+    with pytest.raises(StepSuspected) as given_up:
+        run.train(1)
+    return str(given_up.value)
+
+
+def spoil_a_bit(run: Run) -> None:
+    """In the next update, of a gradient that no sample contains the place of."""
+
+    def flip(*_: object) -> None:
+        assert run.model.first.weight.grad is not None
+        run.model.first.weight.grad.view(-1).view(torch.int32)[-1] ^= 1 << 20
+
+    run.optimizer.register_step_pre_hook(flip)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a device"])
+@pytest.mark.parametrize(("suspected", "exact"), [(True, Exact.DIFFERS), (False, Exact.PROVEN)])
+def test_of_a_suspected_step_every_bit_is_compared_and_not_a_sample(
+    late: bool, suspected: bool, exact: Exact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:
+        device = LazyDevice()
+        monkeypatch.setattr(accelerator, "_HOST", {"meta"})
+        monkeypatch.setattr(accelerator, "_accelerator", lambda _: device)
+        monkeypatch.setattr(slot_file, "page_lock", lambda address, size: ((address,), ""))
+        monkeypatch.setattr(slot_file, "release", lambda pieces: None)
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict))
+    run = Run(adam, tmp_path / "a", every=EVERY)
+    run.checkpointer.restore()
+    run.train(KILLED - 1)
+    spoil_a_bit(run)
+    if suspected:
+        assert suspect(run, monkeypatch) == "step 7 is suspected: two runs of it differ"
+    else:
+        run.train(1)
+    second = second_life(killed(run, tmp_path / "a"))
+    second.train(3)
+    second.checkpointer._resume.end(finished=True)  # what is late has arrived
+    ((step, verdict, _, message, named),) = found
+    assert (step, verdict, named) == (EVERY, exact, suspected)
+    if suspected:
+        assert "step 7 was suspected, and differs" in message
+        assert "what differs first: what the step wrote" in message
+        third = second_life(killed(second, tmp_path / "a-left"))
+        third.train(3)
+        third.checkpointer._resume.end(finished=True)
+        assert found[1][1:] == (Exact.PROVEN, 3, "", False), "it is compared as any other from then on"
+
+
+def test_suspected_step_that_gives_the_same_again_is_the_scripts_arithmetic(
+    tmp_path: Path, verdicts: Verdicts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = Run(adam, tmp_path / "a", every=EVERY), tmp_path / "a"
+    run.checkpointer.restore()
+    run.train(KILLED - 1)
+    suspect(run, monkeypatch)
+    for _ in range(2):
+        run = second_life(killed(run, folder))
+        folder = folder.with_name(folder.name + "-left")
+        run.train(2)
+        said = suspect(run, monkeypatch)
+        assert said.endswith(
+            "made again, it gave the same bits: look at the script's arithmetic, not at the machine"
+        )
+    assert [exact for _, exact, _, _ in verdicts] == [Exact.PROVEN, Exact.PROVEN]
+
+
+def test_outside_a_cluster_nobody_can_make_a_suspected_step_again(tmp_path: Path) -> None:
+    run = Run(adam, tmp_path / "a", every=EVERY)
+    run.checkpointer.restore()
+    with pytest.raises(RuntimeError, match="needs a TierCheckJob"):
+        run.checkpointer.suspect("a bit differs")
+    assert len(run.train(1)) == 1, "and training goes on"

@@ -179,9 +179,9 @@ class Backend(Protocol):
         """Training thread: the offer was loaded."""
         return
 
-    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
-        """Training thread: the steps trained again after `step` were compared with the life before. Never
-        raises."""
+    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
+        """Training thread: the steps trained again after `step` were compared with the life before.
+        `suspected`: what differs is a step that was suspected. Never raises."""
         return
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:

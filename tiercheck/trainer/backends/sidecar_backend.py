@@ -224,8 +224,8 @@ class SidecarBackend:
         self._restored_step = step
         self._say(ReportRestored(step))
 
-    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
-        self._say(ReportResume(step, exact, steps, message))
+    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
+        self._say(ReportResume(step, exact, steps, message, suspected))
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
         self._say(ReportMismatch(step, message, kind))

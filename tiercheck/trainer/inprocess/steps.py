@@ -10,7 +10,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from tiercheck.launcher.environment import command_environment
-from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR
+from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR, STEP_SUSPECTED
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import collect_half_step, free_graph
@@ -32,7 +32,7 @@ class RepeatableStep(int):
     _loop: StepLoop
 
     def __enter__(self) -> RepeatableStep:
-        self._loop.enter()
+        self._loop.enter(int(self))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
@@ -51,6 +51,8 @@ class StepLoop:
         self._pause, self._go_on = pause, go_on
         self._listener: OrderListener | None = None
         self._inside = False
+        self.number: int | None = None
+        """Of the step that was entered last; None: the loop has no `with step`."""
         self.rewinds = 0
         """How often a step was left and made again."""
         self._rewound: int | None = None
@@ -77,8 +79,9 @@ class StepLoop:
         if self._inside and self._listener is not None and self._listener.is_interrupted:
             raise StepInterrupted("a newer attempt of the job has begun")
 
-    def enter(self) -> None:
+    def enter(self, number: int) -> None:
         """A step begins."""
+        self.number = number
         if self._listener is None and (run_dir := os.environ.get(ENV_RUN_DIR)):
             self._listen(Path(run_dir))
         self._inside = True
@@ -101,8 +104,9 @@ class StepLoop:
         interrupted = isinstance(error, StepInterrupted) or (
             isinstance(error, Exception) and listener.is_interrupted
         )
-        if not interrupted and reason_of(error) == COLLECTIVE_FAILED:
-            groups().disconnect()  # so that those who have no connection to the lost rank get out as well
+        if not interrupted and (reason := reason_of(error)) in (COLLECTIVE_FAILED, STEP_SUSPECTED):
+            if reason == COLLECTIVE_FAILED:
+                groups().disconnect()  # so that those who have no connection to the lost rank get out as well
             interrupted = listener.wait_interrupted(_DECISION_SECONDS)
         if not interrupted or groups().refusal():
             return False

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable
 
@@ -40,7 +41,7 @@ _CHECKED = struct.Struct("<I")
 _MAGIC = b"TCJRNL01"
 _RECORD_BYTES = 64
 _BYTES = _RECORD_BYTES * (1 + CAPACITY)
-_HAS_LOSS, _HAS_UPDATE = 1, 2
+_HAS_LOSS, _HAS_UPDATE, _WHOLE = 1, 2, 4
 
 
 class StepRecord(NamedTuple):
@@ -62,6 +63,8 @@ class StepRecord(NamedTuple):
     """Fingerprint of the numbers in the parameter groups."""
     drawn: int = 0
     """Where torch's generators stand: the CPU's in its block of 624 numbers (10 bits), the device's (22)."""
+    whole: bool = False
+    """The step was suspected: `update` is of all parameters and optimizer state, and not of a sample."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Journal:
         """Replace what is known of its step."""
         flags = _HAS_LOSS * (record.loss is not None) | _HAS_UPDATE * (record.update is not None)
         loss = 0.0 if record.loss is None else record.loss
-        packed = _RECORD.pack(record.step, loss, flags, record.update or 0, *record[3:])
+        flags |= _WHOLE * record.whole
+        packed = _RECORD.pack(record.step, loss, flags, record.update or 0, *record[3:8])
         begin = _place_of(record.step)
         self._memory[begin : begin + _RECORD.size + _CHECKED.size] = packed + _checksum(packed)
 
@@ -135,9 +139,8 @@ class Journal:
         found, loss, flags, update, *rest = _RECORD.unpack(packed)
         if found != step:
             return None
-        return StepRecord(
-            step, loss if flags & _HAS_LOSS else None, update if flags & _HAS_UPDATE else None, *rest
-        )
+        known = loss if flags & _HAS_LOSS else None, update if flags & _HAS_UPDATE else None
+        return StepRecord(step, *known, *rest, bool(flags & _WHOLE))
 
     def after(self, step: int) -> Iterator[StepRecord]:
         """The records of the steps that follow `step` without a gap."""
@@ -242,6 +245,11 @@ class Fingerprints:
             _numbers(*[group for each in self._optimizers for group in each.param_groups[:_GROUPS]]),
             drawn,
         )
+
+    def of_whole(self, record: StepRecord) -> StepRecord:
+        """`record` with the fingerprint of all parameters and optimizer state. Waits for the device."""
+        found = "".join(state_hash.fingerprints(state_hash.whole_state(self._optimizers)))
+        return record._replace(update=zlib.crc32(found.encode()), whole=True)
 
     def fetch_update(self, record: StepRecord) -> None:
         """Begin to fetch the sample of what lies on a device, as it is when the device comes to this."""

@@ -45,8 +45,10 @@ class Verdict:
     """Trained again and compared."""
     message: str = ""
     """What differs first, or why nothing could be compared."""
-    suspect: bool = False
+    warn: bool = False
     """Nothing could be compared, and something speaks against the resume."""
+    suspected: bool = False
+    """What differs is a step that this rank had suspected."""
 
 
 def first_difference(then: StepRecord, now: StepRecord) -> int:
@@ -118,22 +120,33 @@ class Resume:
         """The step at which an earlier life had nothing left to do; 0: none had."""
         return 0 if self._journal is None else self._journal.header.ended
 
-    def note(self, step: int, loss: float | None) -> None:
-        """Write what the step that ends now gave, and compare it if it was trained before."""
+    def note(self, step: int, loss: float | None, *, suspected: bool = False) -> bool:
+        """Write what the step that ends now gave, and compare it if it was trained before. `suspected`: it is
+        to be made again, and all of its state is compared then. Returns whether it gave the same bits when it
+        was suspected before."""
         journal, self._newest = self._journal, step
         if journal is None:
-            return
+            return False
         try:
-            record = self._fingerprints.take(step, loss)
+            record, then = self._fingerprints.take(step, loss), self._before.get(step)
+            again = then is not None and then.whole
+            if suspected or again:
+                whole = self._fingerprints.of_whole(record)
+                if again:
+                    self._compare(journal, whole)
+                if suspected:
+                    journal.write(whole)
+                    return then is not None and then.whole and not first_difference(then, whole)
             journal.write(record)
             if not self._fingerprints.late:
                 self._compare(journal, record)
-                return
+                return False
             self._fingerprints.fetch_update(record)
             self._add_updates(journal)
         except Exception as error:  # invariant: no failure of ours stops training
             self._journal = None
             self._warn("Journal", f"the resume after this one cannot be proven: {error!r}")
+        return False
 
     def end(self, finished: bool) -> None:
         """Let go of the journal. `finished`: the script has nothing left to do."""
@@ -184,13 +197,15 @@ class Resume:
             return
         if first := first_difference(then, now):
             self._before.clear()
-            message = f"step {now.step} differs from the life before: {describe(then, now, first)}"
+            differs = "was suspected, and differs from" if then.whole else "differs from"
+            message = f"step {now.step} {differs} the life before: {describe(then, now, first)}"
             # What differs in the same way at each resume is a script whose steps are not reproducible: one
             # warning is enough.
             again = journal.header.differed == first
             journal.change_header(differed=first)
             exact = Exact.NOT_COMPARABLE if again else Exact.DIFFERS
-            self._report(Verdict(exact, self._step, self._equal, message))
+            suspected = then.whole and exact is Exact.DIFFERS
+            self._report(Verdict(exact, self._step, self._equal, message, suspected=suspected))
             return
         self._equal += 1
         if self._equal == SOON or (not self._before and self._equal < SOON):
@@ -211,7 +226,7 @@ class Resume:
                 f"no step was trained again, but step {self._step + 1} drew another number of random numbers "
                 "than the steps before and after it; was a batch fetched ahead, or drawn after restore?"
             )
-            self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=message, suspect=True))
+            self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=message, warn=True))
 
     def _proven(self) -> Verdict:
         return Verdict(Exact.PROVEN, self._step, self._equal)

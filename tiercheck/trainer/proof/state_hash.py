@@ -39,6 +39,11 @@ def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Plac
     return [(place, local_shard(tensor)) for place, tensor in state[step % every :: every]]
 
 
+def whole_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The shards of all parameters, and of all that their optimizers keep of them."""
+    return [local_shard(tensor) for _, tensor in _state(optimizers)]
+
+
 def turns(tensors: int, size: int) -> int:
     """The k for a state of so many tensors and bytes: 1 for small ones, whose chains are then checked
     completely."""

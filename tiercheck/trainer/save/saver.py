@@ -180,9 +180,9 @@ class Saver:
         way."""
         self._told.put(CallBackend(partial(self._backend.no_deltas, why, since)))
 
-    def report_resume(self, step: int, exact: Exact, steps: int, message: str) -> None:
+    def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
         """Let the backend know how the resume compares (`Backend.resumed`)."""
-        self._told.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message)))
+        self._told.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message, suspected)))
 
     def tell_cannot_save(self, why: str) -> None:
         """Let the backend know that nothing can be saved, until a snapshot is."""

@@ -117,6 +117,9 @@ def find_trigger(situation: Situation) -> Trigger | None:
     mismatch = replay_mismatch(situation)
     if mismatch is not None:
         return mismatch
+    suspected = _suspected(situation)
+    if suspected is not None:
+        return suspected
     failed = failed_trainers(situation, situation.members) if not situation.all_trainers_well else []
     if failed:
         first = failed[0]
@@ -161,6 +164,19 @@ def replay_mismatch(situation: Situation) -> Trigger | None:
                         f"worker {worker} could not restore {version}: rank {bad.rank}: {bad.reason}"[:1000],
                         report.trainer.ended_at,
                     )
+    return None
+
+
+def _suspected(situation: Situation) -> Trigger | None:
+    """A rank has given a step up, whether or not its process stays. It has kept nothing of that step, so that
+    is complete in no version."""
+    for worker, report in situation.attempt_reports.items():
+        said, node = report.trainer.failure, situation.members[worker].node
+        if said is not None and said.reason == names.STEP_SUSPECTED:
+            message = f"worker {worker}, rank {said.rank}: {said.message}"
+            return Trigger(
+                Cause.STEP_SUSPECTED, message, report.trainer.ended_at, Facts(nodes=(node,) if node else ())
+            )
     return None
 
 

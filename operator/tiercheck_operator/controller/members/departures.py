@@ -127,6 +127,8 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
     again = held_up_again(obs, pods)
     if again is not None:
         return {again.uid: Doubt(Cause.HUNG, "it held all others up again; its node is avoided", None)}
+    if differed := _differed(obs, pods):
+        return differed
     faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
     if len(faulty) != 1:
         return {}  # what several GPUs say at once is not the fault of one
@@ -135,6 +137,21 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
     why = pod.ill or (f"rank {said.rank}: {said.message}" if said is not None else "")
     why = f"{why}; its node is avoided"
     return {pod.uid: Doubt(Cause.GPU_FAULT, why, report.trainer.ended_at)}
+
+
+def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
+    """Of the one worker at which a suspected step gave other bits when it was made again. Once all ranks have
+    made a step, and each worker has said how its own compare: what several find is not the fault of one."""
+    known = [
+        (pod, report.trainer.resume) for pod in pods.values() if (report := obs.current_reports.get(pod.uid))
+    ]
+    proofs = [(pod, proof) for pod, proof in known if proof is not None]
+    found = [(pod, proof) for pod, proof in proofs if proof.suspected]
+    if len(found) != 1 or len(proofs) < obs.size or obs.job.status.recovery is not None:
+        return {}
+    pod, proof = found[0]
+    why = f"rank {proof.rank}: {proof.message}; its node is avoided"
+    return {pod.uid: Doubt(Cause.STEP_DIFFERED, why, None)}
 
 
 def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:

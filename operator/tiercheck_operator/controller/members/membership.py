@@ -267,6 +267,7 @@ _OF_NODES = (
     Cause.NODE_SILENT,
     Cause.HUNG,
     Cause.GPU_FAULT,
+    Cause.STEP_DIFFERED,
     Cause.START_FAILED,
     Cause.HEALTH_CHECK_FAILED,
     Cause.STUCK,

@@ -122,7 +122,9 @@ def add_resume_proof(obs: Observation, record: JobRecord, reports: Mapping[int, 
     proofs = [(worker, found) for worker in sorted(reports) if (found := reports[worker].trainer.resume)]
     if not proofs:
         return record
-    worker, proof = max(proofs, key=lambda entry: _WEIGHTS[entry[1].exact.value])  # the first of equals
+    worker, proof = max(
+        proofs, key=lambda entry: (_WEIGHTS[entry[1].exact.value], entry[1].suspected)
+    )  # the first of equals
     if proof.exact is Exact.NOT_COMPARABLE and len(proofs) < obs.size:
         return record
     if _WEIGHTS[proof.exact.value] <= _WEIGHTS.get(str(last.get("exact")), -1):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
-from tiercheck.protocol.report import RankFailure, TrainerState
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerState
 from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
@@ -275,6 +276,95 @@ def test_gpus_that_complain_move_nobody_whose_memory_would_be_lost_nor_all(
         world.crash(worker)
     assert world.recovered()["cause"] == "TrainerCrash"
     assert set(world.pods) == pods
+
+
+WHY = "step 11 is suspected: two runs of it differ"
+
+
+def suspecting(*workers: int, **spec: object) -> World:
+    """Back after these have suspected step 11, of which they have kept nothing; their processes stay."""
+    world = trained(snapshot_every=4, delta=DeltaMode.AUTO, **spec)
+    world.staying = True
+    world.skipped = {(worker, 11) for worker in workers}
+    world.train(1)
+    for worker in workers:
+        say(world, worker, "StepSuspected", WHY)
+    world.hung = (1, None)  # the others wait for these
+    world.recovered()
+    return world
+
+
+def made_again(world: World, *differs: int) -> None:
+    """All have compared step 11: at these it gave other bits, having been suspected there."""
+    for worker in range(4):
+        sidecar, own = world.sidecar(worker), worker in differs
+        message = "step 11 was suspected, and differs from the life before" if own else ""
+        exact = Exact.DIFFERS if own else Exact.PROVEN
+        sidecar.trainer = replace(sidecar.trainer, resume=ResumeProof(worker, 10, exact, 1, message, own))
+        world.train(1)
+
+
+def test_suspected_step_is_made_again_by_the_same_processes_from_a_version_before_it() -> None:
+    world = suspecting(2)
+    pods = set(world.pods)
+    summary = world.summary
+    assert (summary["cause"], summary["message"]) == ("StepSuspected", f"worker 2, rank 2: {WHY}")
+    assert (summary["step"], summary["lostSteps"]) == (10, 1)
+    assert (summary["inProcess"], summary["restarted"]) == (4, 0)
+    assert world.status.counted == 1
+    made_again(world)
+    world.train(10)
+    assert (world.status.attempt, set(world.pods)) == (2, pods), "both times the same: nobody moves"
+
+
+def test_worker_alone_whose_suspected_step_gives_other_bits_is_named_and_moves() -> None:
+    world = suspecting(2, max_restarts=1)
+    node, survivors = world.home(2), {world.member(worker) for worker in (0, 1, 3)}
+    made_again(world, 2)
+    summary = world.recovered_from("StepDiffered", "worker 2 on node", "rank 2: step 11", attempt=3)
+    assert "worker 2, rank 2, back at step 10" in world.status.recoveries[1]["exactMessage"]
+    assert {"StepSuspected", "Differs", "StepDiffered", "NodeAvoided"} <= set(world.notices)
+    assert world.home(2) != node
+    assert survivors <= set(world.pods)
+    assert (summary["inProcess"], summary["restarted"]) == (3, 1)
+    assert (world.status.counted, world.status.disruptions) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("copies", "differs"), [(1, [1, 2]), (0, [2])], ids=["several", "its memory would be lost"]
+)
+def test_nobody_moves_whom_the_bits_do_not_single_out_or_whom_nobody_can_replace(
+    copies: int, differs: list[int]
+) -> None:
+    world = suspecting(*differs, copies=copies)
+    pods = set(world.pods)
+    made_again(world, *differs)
+    world.train(10)
+    assert (world.status.attempt, set(world.pods)) == (2, pods)
+    assert world.told("Exact")[:2] == (False, "Differs")
+
+
+def test_step_that_is_suspected_each_time_spends_the_restarts_and_the_end_says_why() -> None:
+    world = suspecting(2, max_restarts=2)
+    for again in (3, 4):
+        say(world, 2, "StepSuspected", f"{WHY}; made again, it gave the same bits")
+        world.tick_until(lambda: world.status.recovery is not None or world.status.holds("Failed"))
+        if again == 3:
+            world.recovered(again)
+    world.assert_told("Failed", "MaxRestartsExceeded", "made again, it gave the same bits")
+
+
+def test_lost_pod_explains_a_suspected_step_and_an_echo_does_not() -> None:
+    world = trained(10)
+    say(world, 1, "CollectiveFailed", "RuntimeError: Connection closed by peer")
+    world.crash(1)
+    say(world, 2, "StepSuspected", WHY)
+    world.crash(2)
+    assert world.recovered()["cause"] == "StepSuspected"
+    world.train(4)
+    say(world, 2, "StepSuspected", WHY)
+    world.evict(world.member(3))
+    assert world.recovered(3)["cause"] == "PodEvicted"
 
 
 # How restarts are counted.
