@@ -57,6 +57,9 @@ class PastRecovery:
     """Ranks by where their state came from."""
     deltas: int = 0
     rebuilt: int = 0
+    in_process: Annotated[int, At("inProcess")] = 0
+    """Ranks whose processes stayed."""
+    restarted: int = 0
     detect: Annotated[float, At("detectSeconds")] = 0.0
     restore: Annotated[float, At("restoreSeconds")] = 0.0
     total: Annotated[float, At("totalSeconds")] = 0.0

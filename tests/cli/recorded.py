@@ -121,6 +121,8 @@ LAST = recovery(
     "step 12215 is incomplete: ranks 16, 17, 18 and 5 more have no delta for it",
     tiers={"local": 56, "peer": 8, "remote": 0},
     step=12214,
+    inProcess=56,
+    restarted=8,
     lostSteps=2,
     detectSeconds=6.1,
     restoreSeconds=9.8,
@@ -185,6 +187,13 @@ def status() -> Object:
                 "worker 3: the bucket checkpoints refuses s3:PutObject for team-a/gpt-large/artifacts "
                 "(AccessDenied)",
                 1100,
+            ),
+            condition(
+                "InProcess",
+                "True",
+                "ProcessesStay",
+                "the loss of a rank leaves the other processes running",
+                700,
             ),
             condition("DeltasActive", "True", "EveryStep", "a delta is taken at every step", 9000),
             condition("Restoring", "False", "Done", "nothing to restore", 720),

@@ -27,6 +27,8 @@ _TOLD = 15.0
 """Seconds in which a job that lost its protection must say so."""
 _WORTH = {"memory": 9, "everything": 119}
 """Steps that may be given up for a restore that takes so many seconds less, at a second a step."""
+_LOOKS = 2.0
+"""Seconds until a launcher has ended what did not leave its step in time."""
 _ENDS_PODS = {"evict", "delete", "vanish", "node", "rack", "cordon", "scale"}
 
 
@@ -80,6 +82,11 @@ class Checker:
     crews: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     ended: set[int] = field(default_factory=set)
     """Attempts of which a rank ended by itself, or with its pod."""
+    interrupted: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By rank that knows that its attempt is over: its pod, and the newest attempt that it knows of."""
+    leaves: dict[str, float] = field(default_factory=dict)
+    """By pod whose launcher knows that the attempt of its command is over: until when that has to have left
+    its step, or to be ended."""
     faults: list[tuple[float, str]] = field(default_factory=list)
     neighbours: set[str] = field(default_factory=set)
     """Pods of others that look like the job's."""
@@ -99,6 +106,10 @@ class Checker:
     def read(self, history: Iterable[Entry]) -> list[Broken]:
         for at, what, fields in history:
             self.now = at
+            for pod in [pod for pod, end in self.leaves.items() if at > end]:
+                until = self.leaves.pop(pod)
+                late = f"the command of {pod} had until {until:.1f} s to leave its step, and runs"
+                self._say("who does not leave is ended", late)
             reader = getattr(self, f"_{what}", None)
             if reader is not None:
                 reader(fields)
@@ -187,6 +198,7 @@ class Checker:
         self.memory[f["pod"]] = set()
 
     def _gone(self, f: Mapping[str, Any]) -> None:
+        self._forget(f["pod"])
         self.lost.append((self.now, f["pod"], self.memory.pop(f["pod"], set())))
         self.ended |= {attempt for attempt, crew in self.crews.items() if f["pod"] in crew}
 
@@ -249,6 +261,12 @@ class Checker:
 
     def _step(self, f: Mapping[str, Any]) -> None:
         rank, version = f["rank"], (f["step"], f["attempt"])
+        if rank in self.interrupted:
+            _, newer = self.interrupted[rank]
+            self._say(
+                "an attempt that is over is left",
+                f"rank {rank} makes step {version}, and knows of attempt {newer}",
+            )
         known = self.trained.get((rank, version))
         if known is not None and known != f["state"]:
             self._say("one history", f"rank {rank} made step {version} twice, with different results")
@@ -259,7 +277,33 @@ class Checker:
         if rank == 0:
             self._look_at_protection()
 
+    # Processes that outlive their attempt
+
+    def _superseded(self, f: Mapping[str, Any]) -> None:
+        self.leaves.setdefault(f["pod"], self.now + f["within"] + _LOOKS)
+
+    def _interrupted(self, f: Mapping[str, Any]) -> None:
+        _, known = self.interrupted.get(f["rank"], ("", f["attempt"]))
+        if f["by"] <= known:
+            self._say(
+                "an order counts once",
+                f"rank {f['rank']}, which knows of attempt {known}, is interrupted by {f['by']}",
+            )
+        self.interrupted[f["rank"]] = f["pod"], f["by"]
+
+    def _left(self, f: Mapping[str, Any]) -> None:
+        self.leaves.pop(f["pod"], None)
+
+    def _joined(self, f: Mapping[str, Any]) -> None:
+        self._forget(f["pod"])
+
+    def _forget(self, pod: str) -> None:
+        """Its process is of a newer attempt, or ended."""
+        self.leaves.pop(pod, None)
+        self.interrupted = {rank: each for rank, each in self.interrupted.items() if each[0] != pod}
+
     def _ended(self, f: Mapping[str, Any]) -> None:
+        self._forget(f["pod"])
         if f["code"] is not None:
             self.ended.add(f["attempt"])
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Plan
+from tests.simulation.plan import FIRST_OF_ALL_FAULTS, FIRST_STAYING, Plan
 from tiercheck.clocks import SteadyClock
+from tiercheck.launcher.app import Launcher
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Chain, History, Kind, Version
+from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck_operator.controller import decide
 from tiercheck_operator.controller.attempt import directives
 from tiercheck_operator.controller.failures import trigger
@@ -30,6 +32,7 @@ from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.trainer_watch import TrainerWatch
 from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
@@ -48,6 +51,8 @@ class Mutation:
     """What it does, in a clause."""
     patches: Callable[[], list[Patch]]
     focus: Callable[[Plan], bool] = lambda _: True
+    first: int = 0
+    """No seed before this one shows it."""
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
@@ -342,6 +347,26 @@ def _copies_given_up_count() -> list[Patch]:
     return [(words.Vocabulary, "updated", updated)]
 
 
+def _doubled_orders_interrupt() -> list[Patch]:
+    def follow(self: Any, order: Any) -> None:
+        self._order = order
+        self._interrupt()
+
+    return [(OrderListener, "_follow", follow)]
+
+
+def _late_leavers_stay() -> list[Patch]:
+    real = Launcher._may
+    return [(Launcher, "_may", lambda self, local, _: real(self, local, "listens"))]
+
+
+def _left_for_any_attempt() -> list[Patch]:
+    def left(self: Any, ranks: Any, attempt: int) -> tuple[int, ...]:
+        return tuple(rank for rank in self.listeners(ranks) if self._listeners[rank].left)
+
+    return [(TrainerWatch, "left", left)]
+
+
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed",
@@ -412,4 +437,10 @@ MUTATIONS = (
         _struck("wipe")),
     Mutation("freed too early", "own snapshots are freed before the coordinator leaves them out",
         lambda: [(SidecarState, "plan_to_free", lambda self, doomed: doomed)]),
+    Mutation("doubled orders", "every order interrupts, also one that is known", _doubled_orders_interrupt,
+        first=FIRST_STAYING),
+    Mutation("late leavers", "a process that does not leave its step in time stays", _late_leavers_stay,
+        first=FIRST_STAYING),
+    Mutation("left before", "who left the step of an earlier attempt counts as having left this one",
+        _left_for_any_attempt, first=FIRST_STAYING),
 )  # fmt: skip

@@ -52,6 +52,9 @@ time than it takes to go on. What comes before keeps its meaning."""
 FIRST_BRISK = 20_000_000
 """From this seed on small ones do nothing twice: a process looks again when something has changed or a second
 has passed, and once all is healed nothing takes its time any more."""
+FIRST_STAYING = 30_000_000
+"""From this seed on they are small and brisk, and processes outlive their attempt."""
+_ENDS_TRAINING = 0.8
 _LONG = 0.15
 """How many of those that are not small are long."""
 _LEAST_LONG = 25.0
@@ -119,6 +122,10 @@ class Plan:
     """Of a small one: seconds from the last strike until all is healed. At `seconds` what still waits for its
     moment strikes without it."""
 
+    notices: float | None = None
+    """How much of what ranks and their sidecar say to each other about attempts comes late, and how much
+    twice or never; None: processes do not outlive their attempt."""
+
     @property
     def size(self) -> str:
         """small, short or long."""
@@ -140,6 +147,8 @@ class Plan:
 def plan_of(seed: int) -> Plan:
     """The plan that the seed stands for."""
     rng = random.Random(seed)
+    if seed >= FIRST_STAYING:
+        return _staying(_small(seed, rng), rng)
     if seed >= FIRST_SMALL and rng.random() < _SMALL:
         return _small(seed, rng)
     workers = rng.choice((2, 3, 3, 4))
@@ -248,6 +257,18 @@ def _small(seed: int, rng: random.Random) -> Plan:
         operator_kills={rng.randrange(1, 12): rng.randrange(6)} if rng.random() < 0.15 else {},
         lull=rng.choice((0.0, 0.5, 2.0, 5.0)),
     )
+
+
+def _staying(plan: Plan, rng: random.Random) -> Plan:
+    """Most faults end an attempt that trains."""
+    ends = ("crash", "crash", *PODS_END)
+    faults = [
+        replace(each, name=rng.choice(ends), moment="step", count=rng.randrange(3, 9))
+        if rng.random() < _ENDS_TRAINING
+        else each
+        for each in plan.faults
+    ]
+    return replace(plan, faults=tuple(faults), notices=rng.choice((0.0, 0.1, 0.3, 0.6)))
 
 
 def _comes(spec: JobSpec, moment: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.staying import REPLACED, app
 from tests.simulation.store import Folder, in_place
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
@@ -637,6 +638,8 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (coordinator, "time", clock),
             (exchange_session, "time", clock),
             (exchange_session, "uuid", named),
+            (app, "time", clock),
+            *REPLACED,
         ),
     ):
         yield

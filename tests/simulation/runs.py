@@ -157,7 +157,7 @@ def find(mutation: Mutation, most: int, first: int = 0) -> Found:
     """Schedules until the bug shows, at most so many. A seed that breaks a promise without the bug shows
     nothing, and nor does an exception: that may be of the patch, which no longer fits what it patches.
     """
-    began, tried, seed = time.process_time(), 0, first
+    began, tried, seed = time.process_time(), 0, max(first, mutation.first)
     while tried < most:
         if mutation.focus(plan_of(seed)):
             tried += 1

@@ -15,13 +15,13 @@ import pytest
 from tests.examples import examples
 from tests.simulation.checker import Entry, check
 from tests.simulation.mutations import MUTATIONS, Mutation
-from tests.simulation.plan import FIRST_BRISK, FIRST_SHORT, FIRST_SMALL
+from tests.simulation.plan import FIRST_BRISK, FIRST_SHORT, FIRST_SMALL, FIRST_STAYING
 from tests.simulation.runs import RAISES, digest_of, find, history_of, kept_seeds, run, tell
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Kind, Version
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("falling watermark", "one too few")
+OFTEN = ("falling watermark", "one too few", "doubled orders", "late leavers")
 """Bugs that show at once. `make simulate-mutations` looks for all."""
 
 
@@ -37,10 +37,24 @@ def test_promises_hold_in_four_hundred_of_the_default_mix(first: int) -> None:
         assert not run(seed).broken, tell(seed)
 
 
+def test_promises_hold_where_processes_outlive_their_attempt() -> None:
+    """Whether orders to ranks are lost, late or doubled, or what ranks say to that."""
+    seen = set()
+    for seed in range(FIRST_STAYING, FIRST_STAYING + 60):
+        history = history_of(seed)
+        assert not check(history), tell(seed)
+        seen |= {what for _, what, _ in history}
+    assert {"superseded", "interrupted", "left", "joined"} <= seen
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "first",
-    [*range(FIRST_SHORT + 1000, FIRST_SHORT + 2000, 50), *range(FIRST_BRISK + 400, FIRST_BRISK + 1000, 50)],
+    [
+        *range(FIRST_SHORT + 1000, FIRST_SHORT + 2000, 50),
+        *range(FIRST_BRISK + 400, FIRST_BRISK + 1000, 50),
+        *range(FIRST_STAYING + 60, FIRST_STAYING + 560, 50),
+    ],
 )
 def test_promises_hold_in_a_thousand_schedules_more(first: int) -> None:
     for seed in range(first, first + 50):
@@ -52,7 +66,7 @@ def test_what_once_failed_does_not_fail_again(seed: int, why: str) -> None:
     assert not run(seed).broken, f"{why}\n{tell(seed)}"
 
 
-@pytest.mark.parametrize("seed", [3, 20100, FIRST_SMALL + 4, FIRST_BRISK + 4])
+@pytest.mark.parametrize("seed", [3, 20100, FIRST_SMALL + 4, FIRST_BRISK + 4, FIRST_STAYING + 4])
 def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
     """The first has no bucket, the second has one, the others are small. In a process that does nothing else,
     values are made quicker."""
@@ -74,7 +88,7 @@ def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
 def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
     """An exception would be of the patch, and find nothing."""
     with mutation.made():
-        broken = run(FIRST_BRISK + 1).broken
+        broken = run(max(FIRST_BRISK, mutation.first) + 1).broken
     assert RAISES not in {each.promise for each in broken}, broken
 
 

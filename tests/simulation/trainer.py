@@ -124,6 +124,15 @@ class Launcher:
         self._end(self._life, code)
         return True
 
+    def lose_peer(self) -> None:
+        """Another rank is gone, so a collective fails."""
+        self.crash()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its rank makes no step of its attempt any more, although it runs."""
+        return False
+
     def stop(self) -> None:
         """The container is asked to end: the command is stopped at once."""
         if self.running and not self.gone:

@@ -20,6 +20,7 @@ from tests.operator.world_in_memory import START, World
 from tests.simulation.faults import Raw, heal, strike, with_neighbours
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Process, in_simulation
+from tests.simulation.staying import StayingLauncher
 from tests.simulation.store import Bucket, Volumes
 from tests.simulation.trainer import Launcher
 from tiercheck.clocks import SteadyClock
@@ -48,7 +49,8 @@ class Pod:
         self.born_as, self.credentials = worker, world.credentials
         self.lives = itertools.count()
         self.folder = Path("/memory") / uid
-        self.launcher = Launcher(world, self)
+        kind = Launcher if world.plan.notices is None else StayingLauncher
+        self.launcher = kind(world, self)
         self.process: Process | None = None
         self.reachable, self.closed, self.hung = True, False, False
 
@@ -292,12 +294,12 @@ class Simulation(World):
         first = next(iter(team.values()))
         assert first.order is not None
         size = first.order.workers
-        broken = any(each.attempt == attempt and each.failed for each in crews)
+        broken = any(each.attempt == attempt and (each.failed or each.leaves) for each in crews)
         if broken or (
             len(team) < size and any(each.loaded for each in team.values()) and self._lacks(attempt, team)
         ):
             for each in team.values():
-                self.later(self.rng.uniform(0.0, 1.0), each.crash)
+                self.later(self.rng.uniform(0.0, 1.0), each.lose_peer)
             return
         if len(team) < size or not all(each.loaded for each in team.values()):
             return

@@ -14,7 +14,15 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events import PastRecovery, recoveries
-from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps, hit, losses
+from tiercheck_cli.explain.what_if import (
+    ProcessForecast,
+    WhatIf,
+    answer,
+    forecast_processes,
+    held_steps,
+    hit,
+    losses,
+)
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, check_named, job_and_nodes
@@ -37,6 +45,7 @@ from tiercheck_cli.terminal import (
     show,
 )
 from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.spec import read_spec
 from tiercheck_operator.model.status import parse_time
 
 
@@ -92,6 +101,7 @@ def _why(found: dict[str, Any], output: Output) -> None:
         "recovery": status.get("recovery"),
         "recoveries": list(past),
         "history": status.get("history") or [],
+        "processes": {loss: _counts(entry) for loss, entry in _forecasts(found).items()},
     }
     show(output, lambda: told, lambda width: why_screen(found, past, time.time(), width))
 
@@ -101,8 +111,8 @@ def _what_if(
 ) -> None:
     for sentence in layout.remarks:
         remark(sentence)
-    state, past = held_steps(layout, job), recoveries(job) if job is not None else ()
-    answers = [answer(loss, layout, state, past) for loss in losses(asked, layout, pods)]
+    state = held_steps(layout, job)
+    answers = [answer(loss, layout, state, job) for loss in losses(asked, layout, pods)]
     told = {"job": layout.name, "answers": [_as_json(entry) for entry in answers]}
     show(output, lambda: told, lambda _: what_if_screen(answers, layout))
 
@@ -118,11 +128,24 @@ def _as_json(entry: WhatIf) -> dict[str, Any]:
         "ranks": {tier.value: count for tier, count in entry.ranks.items()},
         "remoteNeeded": farthest is Tier.REMOTE,
         "fromScratch": farthest is None,
+        "processes": _counts(entry.processes),
         "seconds": round(entry.without_training.seconds, 3),
         "estimated": not entry.without_training.measured,
         "estimatedFrom": entry.without_training.source,
         "from": {str(worker): list(givers) for worker, givers in entry.from_whom.items()},
     }
+
+
+def _counts(entry: ProcessForecast) -> dict[str, Any]:
+    return {"stay": entry.stay, "restart": entry.restart, **({"why": entry.why} if entry.why else {})}
+
+
+def _forecasts(job: Mapping[str, Any]) -> dict[str, ProcessForecast]:
+    """By what might fail now."""
+    spec, size = read_spec(job["spec"]), (job.get("status") or {}).get("size") or {}
+    workers = int(size.get("workers") or spec.workers)
+    kinds = {"a process ends": 0, "a pod is lost": 1, "every pod is lost, or the size changes": workers}
+    return {kind: forecast_processes(spec, workers, lost, job) for kind, lost in kinds.items()}
 
 
 def _workers_by_pod(cluster: Cluster, job: dict[str, Any]) -> dict[str, int]:
@@ -141,6 +164,7 @@ _WHENCE = {
 }
 _BAR = 28
 _PEERS_NAMED = 8
+LOOP = "if its loop is checkpointer.steps"
 
 
 def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
@@ -155,6 +179,10 @@ def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float,
         parts.append(Text(f"{name} has not had to come back from anything yet."))
     else:
         parts += [*_recovery(past[0], name, now, width)]
+    grid = facts()
+    for kind, entry in _forecasts(job).items():
+        grid.add_row(f"  {kind}", Text(str(entry)))
+    parts += [Text(), Text("processes, if something failed now", style="dim"), grid]
     history = status.get("history") or []
     if history:
         parts += [Text(), _history(history, status, width)]
@@ -204,6 +232,8 @@ def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[Re
 
 def _how(entry: PastRecovery) -> list[str]:
     sentences = []
+    if entry.in_process or entry.restarted:
+        sentences.append(f"{entry.in_process} processes stayed, {entry.restarted} were started anew")
     if entry.rebuilt:
         sentences.append(f"{plural(entry.rebuilt, 'rank')} of those from peers had to be rebuilt from parity")
     if entry.deltas:
@@ -281,7 +311,13 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
     if len(answers) == 1:
         return _full(answers[0], layout)
     table = columns(
-        "IF THIS DIED NOW", "HIT", right("BACK TO"), right("LOST"), "FARTHEST TIER", right("WITHOUT TRAINING")
+        "IF LOST NOW",
+        "HIT",
+        right("BACK TO"),
+        right("LOST"),
+        "FARTHEST TIER",
+        right("STAY"),
+        right("WITHOUT TRAINING"),
     )
     for entry in answers:
         time, farthest = entry.without_training, entry.comeback.farthest
@@ -292,12 +328,17 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
             _back(entry),
             Text(f"{entry.lost_steps:,}" if farthest else "all"),
             Text(farthest.value, style=TIER_COLOURS[farthest]) if farthest else none,
+            Text(f"{entry.processes.stay:,}"),
             Text(("" if time.measured else "about ") + short(time.seconds)),
         )
     parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
     guessed = next(
         (entry.without_training.source for entry in answers if not entry.without_training.measured), ""
     )
+    anew = next((f"all start anew: {entry.processes.why}" for entry in answers if entry.processes.why), "")
+    told = LOOP if answers[0].state.planned and not anew else anew
+    if told:
+        parts.append(Text(f"stay: {told}", style="dim"))
     if guessed:
         parts.append(Text(f"about: {guessed}", style="dim"))
     return Group(*parts)
@@ -327,6 +368,8 @@ def _full(entry: WhatIf, layout: JobLayout) -> Group:
             "  remote tier",
             Text("needed", style="bold yellow") if needed else Text("not needed", style="green"),
         )
+    unless = f" ({LOOP})" if planned and entry.processes.stay else ""
+    grid.add_row("  processes", Text.assemble(str(entry.processes), (unless, "dim")))
     time = entry.without_training
     grid.add_row(
         "  time",

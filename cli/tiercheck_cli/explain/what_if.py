@@ -9,12 +9,13 @@ from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
-from tiercheck_cli.events import PastRecovery
+from tiercheck_cli.events import PastRecovery, recoveries
 from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout, workers_by_domain
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Saving
-from tiercheck_operator.model.conditions import Cause, plural
+from tiercheck_operator.model.conditions import IN_PROCESS, Cause, plural
+from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
@@ -236,12 +237,51 @@ class Comeback:
 
 
 @dataclass(frozen=True)
+class ProcessForecast:
+    """How many training processes outlive a failure."""
+
+    stay: int
+    restart: int
+    why: str = ""
+    """Why more than the lost ones start anew, as a clause; empty: they do not."""
+
+    def __str__(self) -> str:
+        if self.stay:
+            return f"{self.stay} stay, {self.restart} {'starts' if self.restart == 1 else 'start'} anew"
+        return f"all {self.restart} start anew{f': {self.why}' if self.why else ''}"
+
+
+def forecast_processes(
+    spec: JobSpec, workers: int, lost: int, job: Mapping[str, Any] | None, from_scratch: bool = False
+) -> ProcessForecast:
+    """`workers`: as many as the job has now. `lost`: so many pods; 0: one process ends. `job`: None if it is
+    only a plan, whose loop is taken to be `checkpointer.steps`."""
+    ranks, known = workers * spec.procs_per_worker, ((job or {}).get("status") or {}).get("conditions") or ()
+    found = next((each for each in known if each["type"] == IN_PROCESS), None)
+    # A health check is for a place where nothing else runs, so it leaves none of a pod.
+    gone = lost * spec.procs_per_worker or (1 if spec.health_check is None else spec.procs_per_worker)
+    if gone >= ranks:
+        return ProcessForecast(0, ranks)
+    why = ""
+    if from_scratch:
+        why = "there is no version to go on from"
+    elif not spec.interrupt_seconds:
+        why = "spec.recovery.inProcess is Never"
+    elif job is not None and found is None:
+        why = "not every rank has made a step yet"
+    elif found is not None and found["status"] != "True":
+        why = str(found.get("message") or found.get("reason"))
+    return ProcessForecast(0, ranks, why) if why else ProcessForecast(ranks - gone, gone)
+
+
+@dataclass(frozen=True)
 class WhatIf:
     """The answer to one question."""
 
     loss: LostMemory
     state: HeldSteps
     comeback: Comeback
+    processes: ProcessForecast
     ranks: Mapping[Tier, int]
     """By the farthest tier that each needs."""
     without_training: Estimate
@@ -284,9 +324,10 @@ def held_steps(layout: JobLayout, job: Mapping[str, Any] | None) -> HeldSteps:
 
 
 def answer(
-    loss: LostMemory, layout: JobLayout, state: HeldSteps, past: tuple[PastRecovery, ...] = ()
+    loss: LostMemory, layout: JobLayout, state: HeldSteps, job: Mapping[str, Any] | None = None
 ) -> WhatIf:
-    """`past`: the job's recoveries, newest first."""
+    """`job`: None if it is only a plan."""
+    past = recoveries(job) if job is not None else ()
     found, spec = find_comeback(layout.placement, state, loss.workers), layout.spec
     spare = 0 < len(loss.workers) <= spec.spares
     size = (spec.state_size or 0) * spec.procs_per_worker
@@ -295,6 +336,9 @@ def answer(
         loss=loss,
         state=state,
         comeback=found,
+        processes=forecast_processes(
+            spec, len(layout.sites), len(loss.workers), job, from_scratch=found.farthest is None
+        ),
         ranks={tier: len(those) * spec.procs_per_worker for tier, those in found.workers.items()},
         without_training=estimate(past, AssumedFailure(found.farthest, bool(loss.workers), spare, carry)),
         from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},

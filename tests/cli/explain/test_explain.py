@@ -35,7 +35,7 @@ def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
         for pod in recorded.pods()
     }
     found, state = losses(asked, layout, pods), held_steps(layout, job)
-    return [answer(loss, layout, state, recoveries(job)) for loss in found]
+    return [answer(loss, layout, state, job) for loss in found]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -103,13 +103,52 @@ def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
     (found,) = answers("zone=zone-a", job=job)
     assert found.comeback.farthest is None
     shown = rendered(what_if_screen([found], layout_of(FakeCluster(), job)), 80)
-    assert "back to  the beginning" in shown
+    assert "back to    the beginning" in shown
     assert "12480 steps" in shown
 
 
 def test_a_crash_costs_no_step() -> None:
     (found,) = answers("crash")
     assert (found.comeback.farthest, found.lost_steps) == (Tier.LOCAL, 0)
+
+
+NEVER = {"recovery": {"inProcess": "Never"}}
+CHECKED = {"failurePolicy": {"healthCheck": {"command": ["true"]}}}
+TODAY = recorded.condition("InProcess", "False", "ProcessesRestart", "worker 3: its loop is today's", 9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "spec", "in_process", "processes"),
+    [
+        ("crash", {}, None, "63 stay, 1 starts anew"),
+        ("crash", CHECKED, None, "56 stay, 8 start anew"),
+        ("worker=2", {}, None, "56 stay, 8 start anew"),
+        ("rack=rack-1", {}, None, "48 stay, 16 start anew"),
+        ("all", {}, None, "all 64 start anew"),
+        ("crash", NEVER, None, "all 64 start anew: spec.recovery.inProcess is Never"),
+        ("worker=2", {}, TODAY, "all 64 start anew: worker 3: its loop is today's"),
+        ("crash", {}, {}, "all 64 start anew: not every rank has made a step yet"),
+    ],
+)
+def test_which_processes_stay_is_foretold_for_each_loss(
+    asked: str, spec: dict[str, Any], in_process: dict[str, Any] | None, processes: str
+) -> None:
+    job = recorded.job()
+    job["spec"] |= spec
+    if in_process is not None:
+        known = [each for each in job["status"]["conditions"] if each["type"] != "InProcess"]
+        job["status"]["conditions"] = [*known, *filter(None, [in_process])]
+    (found,) = answers(asked, job=job)
+    assert str(found.processes) == processes
+    shown = rendered(what_if_screen([found], layout_of(FakeCluster(), job)), 120)
+    assert f"processes    {processes}" in shown
+
+
+def test_where_nothing_is_left_to_go_on_from_no_process_stays() -> None:
+    job = recorded.job()
+    del job["status"]["tiers"]["remote"]
+    (found,) = answers("zone=zone-a", job=job)
+    assert str(found.processes) == "all 64 start anew: there is no version to go on from"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -197,6 +197,8 @@ def _next_status(
     in_place = cause.in_place and members == status.members
     rule = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
     wanted = situation.job.spec.workers
+    anew = _why_all_anew(status, recovery, step, same_size)
+    fresh = f"; every process starts anew: {anew}" if anew and status.attempt else ""
     size = f"; with {situation.size} of {wanted} workers" if situation.shrunk else ""
     return replace(
         status,
@@ -221,7 +223,7 @@ def _next_status(
             attempt=number,
             rule=verdict.rule,
             message=f"{recovery.message[: 1000 - len(rule)]}{rule}",
-            reason=f"{outcome.reason}{size}",
+            reason=f"{outcome.reason}{fresh}{size}",
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
             reached=before,
@@ -229,11 +231,19 @@ def _next_status(
             decided_at=situation.now,
             restored_at=None,
             released_at=None,
-            # Else the ended attempt was itself on the way back, or there is nothing to go back to.
-            keeps=bool(step and same_size and status.attempt) and (not recovery.tries or recovery.undone),
+            keeps=not anew,
             kept=0,
         ),
     )
+
+
+def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: bool) -> str:
+    """Why no process of the ended attempt may stay, as a clause; empty: they may."""
+    if not step or not status.attempt:
+        return "there is nothing to go on from"
+    if not same_size:
+        return "the job has another number of ranks now"
+    return "" if recovery.undone or not recovery.tries else "not all of them had made a step"
 
 
 def _counted(reports: list[Report]) -> bool:

@@ -113,8 +113,12 @@ def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
     return ""
 
 
-def waiting_for_hand_over(obs: Observation) -> Waiting | None:
-    """While a pod that is ending says that its holders lack something: the next attempt would refuse it."""
+def waiting_for_hand_over(obs: Situation) -> Waiting | None:
+    """While a pod that is ending says that its holders lack something: the next attempt would refuse it. And
+    until one that is to end does."""
+    for pod in obs.members.values():
+        if pod.uid in obs.membership.lost and pod.uid not in obs.refused:
+            return Waiting(conditions.HANDING_OVER, f"{pod.name} ends: its replacement is ready", 1.0)
     for pod in (pod for pod in obs.pods if pod.deleting and pod.uid in obs.attempt_pods):
         known, since = obs.reports.get(pod.uid), pod.deleted_at
         if since is None or known is None or known.report is None:

@@ -1,8 +1,8 @@
 """Pods that have to go although Kubernetes believes in them: by a deadline, or off a bad node.
 
-Before a deadline the replacement is made beside the old pod, and the switch costs one short restart. Until
-its sidecar and its launcher wait, the old pod stays the worker's member; where no node has room, that is
-how it stays, and the job says so.
+Before a deadline the replacement is made beside the old pod. Until its sidecar and its launcher wait, the
+old pod stays the worker's member; where no node has room, that is how it stays, and the job says so. Then the
+old pod is deleted: its end stops all ranks within a step, and only then the version to go on from is chosen.
 
 From a bad node pods move one at a time as long as there is something to lose, and only where others keep
 what they hold: to move is to give up a memory. Where training can begin again in the old place, it is
@@ -47,8 +47,8 @@ class Assignment:
     members: Mapping[int, PodView]
     departures: Mapping[int, Departure]
     """Under way, or to be begun: the old pod is the member."""
-    departed: tuple[Departure, ...]
-    """Done with this look: the new pod is the member, and the old one is not lost but left."""
+    due: tuple[Departure, ...]
+    """Of those, the ones whose old pod is to be deleted now."""
 
 
 def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignment:
@@ -73,11 +73,8 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
         for worker, pod in new.items()
         if worker not in ready
     )
-    if patient or not ready:
-        return Assignment(members, {**departures, **pairs}, ())
-    departed = tuple(pairs[worker] for worker in sorted(ready))
-    members |= {worker: new[worker] for worker in ready}
-    return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
+    due = () if patient else tuple(pairs[worker] for worker in sorted(ready))
+    return Assignment(members, {**departures, **pairs}, due)
 
 
 def describe_departures(

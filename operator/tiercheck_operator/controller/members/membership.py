@@ -72,10 +72,8 @@ class Membership:
     """Names of nodes that new pods and copies stay away from."""
     departures: Mapping[int, Departure] = field(default_factory=dict)
     """Workers that are about to leave their pod, which trains on meanwhile."""
-    left: frozenset[str] = frozenset()
-    """UIDs of pods that were just left: they go on until the next attempt is written."""
     lost: Mapping[str, Loss] = field(default_factory=dict)
-    """By pod UID: of every pod that is no member any more."""
+    """By pod UID: of every pod that is no member any more, or is to be none."""
     beyond: tuple[PodView, ...] = ()
     """Members of the current attempt that the job, which goes on smaller, has no place for under their
     number: they get another one."""
@@ -120,11 +118,11 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
     alone = Assignment({worker: pods[0] for worker, pods in pods_of.items()}, {}, ())
     assigned = alone if settled else assign(obs, pods_of)
     members = assigned.members
-    losses = [*_of_attempt(lost, obs.attempt_pods, members), *(_left(each) for each in assigned.departed)]
+    losses = _of_attempt(lost, obs.attempt_pods, members)
     losses += _vanished(obs, members, losses)
     unwell = {node.name for node in obs.nodes.values() if node.lost or node.leaving}
     suspected = {loss.node for loss in (*lost.values(), *losses) if loss.node is not None}
-    begun = members_digest(members) == obs.job.status.members
+    lost |= {each.old.uid: _lost(each.old, Cause.NODE_LEAVING, each.why) for each in assigned.due}
     return Membership(
         members,
         tuple(losses),
@@ -132,7 +130,6 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
         lost=lost,
         departures=assigned.departures,
         beyond=tuple(beyond),
-        left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
     )
 
 
@@ -273,7 +270,9 @@ _OF_NODES = (
     Cause.STUCK,
     Cause.RESTORE_STALLED,
 )
-NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED, Cause.STORAGE_EXCEEDED)
+NOTED_CAUSES = (
+    *_OF_NODES, Cause.NODE_LEAVING, Cause.SIDECAR_SILENT, Cause.POD_FAILED, Cause.STORAGE_EXCEEDED
+)  # fmt: skip
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the
 pod is gone."""
 
@@ -282,12 +281,6 @@ def _given_up(pod: PodView) -> tuple[Cause, str] | None:
     """Why we deleted the pod, if it is one that we gave up."""
     cause, _, why = pod.given_up.partition(": ")
     return next(((known, why) for known in NOTED_CAUSES if known.value == cause), None)
-
-
-def _left(departure: Departure) -> Loss:
-    old = departure.old
-    why = f"pod {old.name} of worker {departure.worker}: {departure.why}"
-    return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None, departure.why)
 
 
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:

@@ -177,9 +177,8 @@ def next_incarnation(obs: Observation, worker: int) -> int:
 
 def _removals(situation: Situation) -> list[Action]:
     """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
-    keep = {
-        pod.uid for pod in (*situation.members.values(), *situation.membership.beyond)
-    } | situation.membership.left
+    keep = {pod.uid for pod in (*situation.members.values(), *situation.membership.beyond)}
+    keep -= situation.membership.lost.keys()
     keep |= {each.new.uid for each in situation.membership.departures.values() if each.new is not None}
     actions: list[Action] = []
     for pod in situation.pods:

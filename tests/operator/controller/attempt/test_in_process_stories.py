@@ -68,6 +68,7 @@ def test_attempt_that_fails_before_its_first_step_leaves_no_process_that_stays()
     world.bad_starts.clear()
     world.until("Running", attempt=3)
     assert (world.summary["inProcess"], world.summary["restarted"]) == (0, 4)
+    assert "; every process starts anew: not all of them had made a step" in world.summary["reason"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tiercheck_operator.model.status import SizeRecord, SparesRecord, render_rec
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"
+ANEW = "every process starts anew: the job has another number of ranks now"
 
 
 def elastic(workers: int = 4, least: int = 2, nodes_per_rack: int = 4, **changes: Any) -> World:
@@ -96,7 +97,8 @@ def test_job_goes_on_with_the_workers_that_have_nodes_from_what_they_hold(lost: 
     assert world.status.size == SizeRecord(3)
     summary = world.summary
     assert summary["cause"] == "NodeLost"
-    assert "made by 4 ranks, from which 3 read their parts; with 3 of 4 workers" in summary["reason"]
+    assert "made by 4 ranks, from which 3 read their parts; " in summary["reason"]
+    assert summary["reason"].endswith(f"; {ANEW}; with 3 of 4 workers")
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
 
@@ -322,6 +324,7 @@ def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its
 
 def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
     world = shrunk_a_while()
+    world.staying = True
     attempt_of_smaller = world.status.attempt
     trained = world.newest_step()
     world.change_nodes(schedulable=True)
@@ -337,6 +340,8 @@ def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
     assert summary["cause"] == "Grown"
     assert summary["lostSteps"] <= 4
     assert "made by 3 ranks, from which 4 read their parts" in summary["reason"]
+    assert summary["reason"].endswith(f"; {ANEW}")
+    assert (summary["inProcess"], summary["restarted"]) == (0, 4)
     assert (world.status.crashes, world.status.disruptions) == (0, 1), "to grow is no failure"
     assert world.notices.count("Grown") == 1
     assert world.told("FullSize")[::2] == (True, "the job has all 4 workers")

@@ -270,8 +270,8 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert world.pods.get(old) is None or world.pods[old].deleting
     summary = world.summary
     world.assert_back_from("NodeLeaving", WHY)
-    assert summary["lostSteps"] <= 2
-    assert summary["detectSeconds"] == 0
+    assert summary["lostSteps"] <= 1
+    assert summary["detectSeconds"] <= 1, "its old pod is deleted, which is seen at the next look"
     assert (world.status.attempt, world.status.crashes, world.status.disruptions) == (2, 0, 1)
     assert placed(world)[0] == "DegradedSpread", (
         "moving is over, and three of the four workers are in one rack now"
