@@ -1,4 +1,4 @@
-"""When one rank is lost, the others call their function again in the same process, and all losses are equal."""
+"""When one rank is lost, the others call their function again in the same process; all losses are equal."""
 
 from __future__ import annotations
 

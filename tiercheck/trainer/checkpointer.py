@@ -421,7 +421,7 @@ class Checkpointer:
         return step
 
     def _enter_again(self, is_made_anew: bool) -> None:
-        """Before the function is called again that trains, and in which this object is made if `is_made_anew`."""
+        """Before the function is called again, and makes a Checkpointer of its own if `is_made_anew`."""
         if is_made_anew:
             self._leave_process()
         else:

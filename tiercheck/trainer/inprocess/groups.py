@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -163,6 +163,8 @@ class ReconnectableGroups:
 
     def _renew(self, store: Any, backend: str | None = None) -> None:
         """Put new backends below all groups, of their own kinds if no other is given."""
+        there = c10d._world.pg_names
+        self._made = [made for made in self._made if made.group is None or made.group in there]
         with _tables_set_aside() as (default, kept):
             made_anew = [
                 (made, self._make_again(made, store, backend or made.backend)) for made in self._made
@@ -223,7 +225,10 @@ class ReconnectableGroups:
         backend = str(arguments["backend"])
         del arguments["store"]
         known = self._known.pop(arguments["group_name"], None)
-        if known is not None and known.arguments["global_ranks_in_group"] == arguments["global_ranks_in_group"]:
+        if (
+            known is not None
+            and known.arguments["global_ranks_in_group"] == arguments["global_ranks_in_group"]
+        ):
             member = known.group is not None
             return (known.group, c10d._world.pg_map[known.group][1]) if member else (_NO_MEMBER, None)
         if self.alone:
@@ -277,7 +282,7 @@ def _called_by_script() -> str:
 @functools.cache
 def _init_only_once() -> None:
     """Have `init_process_group` leave a default group as it is, wherever a script has imported it to."""
-    known = c10d.init_process_group
+    known: Callable[..., None] = c10d.init_process_group
 
     @functools.wraps(known)
     def init_process_group(*values: Any, **named: Any) -> None:
@@ -285,8 +290,8 @@ def _init_only_once() -> None:
             known(*values, **named)
 
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(known.__name__) is known:
-            setattr(module, known.__name__, init_process_group)
+        if getattr(module, "__dict__", {}).get("init_process_group") is known:
+            module.init_process_group = init_process_group
 
 
 def _no_store() -> Any:
@@ -314,8 +319,8 @@ def _put_below(group: Any, new: Any) -> None:
     _release()(group._id())
     for device, backend in found.items():  # one that was alone keeps that of other devices
         group._register_backend(device, kinds[backend.name()], backend)
-    if (name := new._get_backend_name()) in kinds:
-        group._set_default_backend(kinds[name])
+    kind = kinds.get(new._get_backend_name(), dist.ProcessGroup.BackendType.CUSTOM)
+    group._set_default_backend(kind)
 
 
 def _backends(group: Any) -> list[Any]:
