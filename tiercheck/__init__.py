@@ -21,11 +21,12 @@ __all__ = [
     "State",
     "__version__",
     "find",
+    "reenter",
 ]
 
 if TYPE_CHECKING:
     from tiercheck.trainer.backends.backend import RestoreError
-    from tiercheck.trainer.checkpointer import Checkpointer, Found, find
+    from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
     from tiercheck.trainer.restore.load import DifferentState
     from tiercheck.trainer.resumable_sampler import ResumableSampler
     from tiercheck.trainer.state.user_state import State

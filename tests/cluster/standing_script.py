@@ -1,4 +1,5 @@
-"""Runs an unchanged script that stands still at one step in its first attempt, until it is hit.
+"""Runs an unchanged script of which all ranks but the first stand still at one step in its first attempt,
+until they are hit; the first waits for them in the next one.
 
 `python SCRIPT ARGUMENT...` would run it; it stands still after the end of step AT. So no test that hits it
 depends on speed.
@@ -19,7 +20,7 @@ _end_step = Checkpointer.step
 
 def step(self: Checkpointer, loss: float | None = None) -> None:
     _end_step(self, loss)
-    while self.step_number == AT and os.environ["TIERCHECK_ATTEMPT"] == "1":
+    while self.step_number == AT and os.environ["TIERCHECK_ATTEMPT"] == "1" and self.rank:
         time.sleep(0.05)
 
 

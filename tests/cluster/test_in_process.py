@@ -32,7 +32,7 @@ EACH_RANK = [("fsdp", 0), ("ddp", 1), ("tp", 2)]
 
 
 @cache
-def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]:
+def undisturbed(kind: str, world: int, steps: int, trainer: Path = TRAINER) -> dict[tuple[int, int], str]:
     """The loss of each rank at each step, trained by torch alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -46,20 +46,27 @@ def undisturbed(kind: str, world: int, steps: int) -> dict[tuple[int, int], str]
                 "MASTER_PORT": str(port), "KIND": kind, "STEPS": str(steps),
             }  # fmt: skip
             with path.open("wb") as output:
-                ranks.append(subprocess.Popen([sys.executable, str(TRAINER)], env=env, stdout=output))
+                ranks.append(subprocess.Popen([sys.executable, str(trainer)], env=env, stdout=output))
         assert [each.wait(timeout=600) for each in ranks] == [0] * world
         said = [json.loads(line) for path in printed for line in path.read_text().splitlines()]
     return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
 
 
-def start(jobs: Jobs, kind: str, spec: Mapping[str, Any] | None = None, pods: int = RANKS, **env: str) -> Job:
+def start(
+    jobs: Jobs,
+    kind: str,
+    spec: Mapping[str, Any] | None = None,
+    pods: int = RANKS,
+    trainer: Path = TRAINER,
+    **env: str,
+) -> Job:
     """With fewer pods than ranks, for torchrun. `spec`: what else the job's has."""
     settings = {"KIND": kind, "PACE": "0.05", "TIERCHECK_WARM_AFTER_SECONDS": "0", **env}
     torchrun = [] if pods == RANKS else ["-m", "torch.distributed.run"]
     return jobs.start(
         pods,
         env=settings,
-        command=[sys.executable, *torchrun, str(TRAINER)],
+        command=[sys.executable, *torchrun, str(trainer)],
         remote_every=None,
         procsPerWorker=RANKS // pods,
         **{"failurePolicy": {"maxRestarts": 1000}, **(spec or {})},
@@ -70,10 +77,10 @@ def lines_of(job: Job) -> list[dict[str, Any]]:
     return [line for line in job.printed() if "step" in line]
 
 
-def assert_equal_losses(job: Job, kind: str) -> None:
+def assert_equal_losses(job: Job, kind: str, trainer: Path = TRAINER) -> None:
     """Whatever was trained, also twice, gave the bits of the undisturbed run; nothing is missing."""
     job.wait_condition("Completed")
-    expected = undisturbed(kind, RANKS, max(line["step"] for line in lines_of(job)) + 1)
+    expected = undisturbed(kind, RANKS, max(line["step"] for line in lines_of(job)) + 1, trainer)
     found = {(line["rank"], line["step"]) for line in lines_of(job)}
     assert found == set(expected)
     other = [line for line in lines_of(job) if line["loss"] != expected[line["rank"], line["step"]]]

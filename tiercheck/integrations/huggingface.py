@@ -8,8 +8,9 @@
     MyTrainer(model, TrainingArguments(...)).train()
 
 It is no TrainerCallback, because none is called before the Trainer has decided in which epoch and at which
-batch it begins, nor after the evaluation of a step, whose random numbers belong to the step too. Needs
-transformers 5 (the methods in `_NEEDED`).
+batch it begins, nor after the evaluation of a step, whose random numbers belong to the step too. When another
+rank of a job is lost, the Trainer's `train` is called again in the same process, with the model and the
+optimizer that are there. Needs transformers 5 (the methods in `_NEEDED`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tiercheck.trainer.backends.backend import log
-from tiercheck.trainer.checkpointer import Checkpointer, Found, find
+from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
+from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.training import end_run, name_run
 
@@ -46,6 +48,8 @@ _COMPARED = (
     "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
 """How the names of arguments begin whose change is told here. Checkpointer tells those of the optimizer."""
+_LIVING = ("model", "model_wrapped", "optimizer", "lr_scheduler", "_created_lr_scheduler")
+"""What `train` leaves in a Trainer and would find in it again."""
 
 if TYPE_CHECKING:
     from typing import Any as _Trainer  # transformers.Trainer, or a subclass of it
@@ -82,17 +86,26 @@ class Resumable(_Trainer):  # type: ignore[misc]
             )
         place = self.checkpointing.get("folder"), self.checkpointing.get("run")
         self._run = name_run(*place)
-        self._found = self._find()
-        size = self._found.state.get("trainer", {}).get("batch_size")
-        if self.args.auto_find_batch_size and size:
-            self._train_batch_size = size  # where the search begins: a larger one did not fit
         try:
-            result = super().train(*arguments, **named)
+            result = reenter(self._train, dict(vars(self)), arguments, named)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.close()
         end_run(*place)
         return result
+
+    def _train(self, before: dict[str, Any], arguments: Any, named: Any) -> Any:
+        """Call the Trainer's own `train`. `before`: this Trainer as it was at the first call: what that one
+        counted and opened, a new process would not have."""
+        living = {name: value for name, value in self.__dict__.items() if name in _LIVING}
+        if (handle := self.__dict__.get("neftune_hook_handle")) is not None:
+            handle.remove()
+        self.__dict__ = before | living
+        self._found = self._find()
+        size = self._found.state.get("trainer", {}).get("batch_size")
+        if self.args.auto_find_batch_size and size:
+            self._train_batch_size = size  # where the search begins: a larger one did not fit
+        return super().train(*arguments, **named)
 
     def _find(self) -> Found:
         """The version that this `train` continues from: after a batch size that did not fit, its own last."""
@@ -148,6 +161,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
             state["scaler"] = scaler
         self.checkpointer = Checkpointer(model, self.optimizer, state=state, found=self._found, **options)
         self._found = None
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            refuse_reentry("a Trainer cannot prepare a model for FSDP or DeepSpeed twice")
         if not self.checkpointer.restore():  # a checkpoint of the Trainer's own may be where it begins
             self.checkpointer.step_number = self.state.global_step
         self._drawn = user_state.random_state() if self._resumed else None

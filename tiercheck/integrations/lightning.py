@@ -7,11 +7,15 @@ before Lightning's loops look at how far they are. The loops, schedulers, precis
 the datamodule and the loader's position are what Lightning itself would write into its checkpoint. Lightning
 skips no batches: for a position inside of an epoch the loader needs `state_dict`, as torchdata's
 StatefulDataLoader has it. A step that a validation follows in mid-epoch is kept after it, with the metrics
-that schedules and other callbacks look at. Needs lightning (or pytorch_lightning) 2.5 or later.
+that schedules and other callbacks look at. When another rank of a job is lost, `fit` begins its loops again
+in the same process, with the model and the optimizers that are there. Needs lightning (or pytorch_lightning)
+2.5 or later.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,19 @@ import torch
 from torch.nn.utils import prune
 
 from tiercheck.trainer.backends.backend import RestoreError, log
-from tiercheck.trainer.checkpointer import Checkpointer, find
+from tiercheck.trainer.checkpointer import Checkpointer, find, reenter
+from tiercheck.trainer.inprocess.groups import groups
+from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.training import end_run, name_run
 
 try:
-    from lightning.pytorch import callbacks
+    from lightning.pytorch import callbacks, strategies
 except ModuleNotFoundError:  # the same under its other name
-    from pytorch_lightning import callbacks
+    from pytorch_lightning import callbacks, strategies
+
+_ON_THEIR_WAY = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks that change model or optimizers while they train, so that an older version may not fit them."""
 
 
 class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -56,6 +65,10 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self.logged: dict[str, list[Any]] = {}
         """What was logged of the epoch before the restore, and not since: sum, and number of samples."""
         self.checkpointer: Checkpointer | None = None
+        self._callbacks: list[tuple[Any, dict[str, Any]]] = []
+        """The others, and what they were before the loops began."""
+        self._has_begun = False
+        _keep_paths_alone()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # What other callbacks do at the end of a batch or a validation belongs to the step; what they do at
@@ -81,6 +94,29 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             run=run,
             **self._options,
         )
+        self._callbacks = [(each, dict(vars(each))) for each in trainer.callbacks if each is not self]
+        self._has_begun = False
+        trainer._run_stage = functools.partial(reenter, self._run_stage, trainer)
+        self._restore(trainer)
+
+    def _run_stage(self, trainer: Any) -> None:
+        """What Lightning does from here on, as in a new process if another rank was lost."""
+        vars(trainer).pop("_run_stage", None)
+        if self._has_begun:
+            trainer.fit_loop = _begin_loops(trainer)
+            trainer.should_stop, trainer.training = False, True
+            trainer._logger_connector.reset_results()
+            trainer._logger_connector.reset_metrics()
+            self.metrics, self._validates = {}, False
+            for callback, before in self._callbacks:
+                callback.__dict__ = {**before}
+            self._restore(trainer)
+            trainer._checkpoint_connector.resume_end()  # waits for the others
+        self._has_begun = True
+        trainer._run_stage()
+
+    def _restore(self, trainer: Any) -> None:
+        assert self.checkpointer is not None
         self._drawn, self.between_epochs, self.logged = None, False, {}
         if self.checkpointer.restore():
             # The loaders' iterators draw seeds before the first batch, which they would not have done in
@@ -105,6 +141,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         ):
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         fetcher = trainer.fit_loop._data_fetcher
+        if why := self._find_refusal(trainer, pl_module):
+            refuse_reentry(why)
         if self._drawn is not None and not self.between_epochs:
             for each in trainer.callbacks:  # what this one set when the epoch began
                 if isinstance(each, callbacks.GradientAccumulationScheduler):
@@ -115,6 +153,16 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
                     "restored in mid-epoch, and its data begin anew or miss a batch: only a loader "
                     "with state_dict and a length (torchdata's StatefulDataLoader) goes on where it was"
                 )
+
+    def _find_refusal(self, trainer: Any, pl_module: Any) -> str:
+        """Returns why a process cannot begin its loops again; empty: it can."""
+        for each in trainer.callbacks:
+            if names := {kind.__name__ for kind in type(each).__mro__}.intersection(_ON_THEIR_WAY):
+                return f"{names.pop()} changes model or optimizers on its way"
+        loaders = trainer.fit_loop._data_fetcher.combined_loader.flattened
+        if not all(hasattr(each, "state_dict") for each in loaders):
+            return "a loader has no state_dict"
+        return "" if pl_module.automatic_optimization else "optimization is manual"
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.between_epochs:
@@ -325,6 +373,33 @@ class _Progress:
 
     def _others(self) -> list[Any]:
         return [each for each in self._trainer.callbacks if not isinstance(each, (TierCheck, _EpochStart))]
+
+
+@functools.cache
+def _keep_paths_alone() -> None:
+    """Lightning gives all ranks the folders for logs and checkpoints that rank 0 has. Nothing that is trained
+    follows from them: a rank that builds its model alone keeps its own."""
+    for kind in (strategies.DDPStrategy, strategies.ModelParallelStrategy):
+
+        def broadcast(strategy: Any, value: Any, src: int = 0, known: Any = kind.broadcast) -> Any:
+            caller, exchanged = sys._getframe(1).f_globals["__name__"], groups().exchanged
+            if not caller.endswith((".trainer.trainer", ".callbacks.model_checkpoint")):
+                return known(strategy, value, src)
+            value = value if groups().alone else known(strategy, value, src)
+            groups().exchanged = exchanged
+            return value
+
+        kind.broadcast = broadcast
+
+
+def _begin_loops(trainer: Any) -> Any:
+    """Returns the loops of `fit` as the Trainer makes them."""
+    old = trainer.fit_loop
+    new = type(old)(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
+    new.epoch_loop = type(old.epoch_loop)(trainer, min_steps=old.min_steps, max_steps=old.max_steps)
+    new._data_source = old._data_source
+    new.epoch_loop.val_loop._data_source = old.epoch_loop.val_loop._data_source
+    return new
 
 
 def _list_logged(results: Any) -> dict[str, list[Any]]:

@@ -13,7 +13,8 @@ In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder.
         with step:
             ...
 
-as its loop, a process outlives the loss of another rank: model, compiled code and loaders stay.
+as its loop, a process outlives the loss of another rank: model, compiled code and loaders stay. With any
+other loop `tiercheck.reenter(train)` calls the function again that trains.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tiercheck.trainer.backends.backend import Claim, RestoreError
 from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
-from tiercheck.trainer.inprocess.steps import RepeatableStep, StepLoop
+from tiercheck.trainer.inprocess.steps import RepeatableStep, StepLoop, entered, reenter
 from tiercheck.trainer.process import LastWords, StepSuspected, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
@@ -53,7 +54,7 @@ from tiercheck.trainer.tensors.accelerator import Pending
 from tiercheck.trainer.tensors.leaves import NotCapturable
 from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
-__all__ = ["Checkpointer", "Found", "find"]
+__all__ = ["Checkpointer", "Found", "find", "reenter"]
 
 groups()  # before the script makes any
 
@@ -137,7 +138,7 @@ class Checkpointer:
             self._last_words = LastWords(self._report_failing)
         self._trained.check()
         self._claim = Claim(self._backend.place, name_of(run))
-        self._loop = StepLoop(self.rank, self.world_size, self._pause, self._go_on)
+        self._loop = StepLoop(self.rank, self.world_size, self._pause, self._go_on, self._enter_again)
         process.wait_at_exit()
         atexit.register(self.close)
 
@@ -252,6 +253,8 @@ class Checkpointer:
         if offer is not None:
             loaded = Restoring(trained, backend).load(offer)
             self.step_number = self._saved = loaded.version.step
+        elif (function := entered()) is not None and function.is_again:
+            raise RestoreError("there is no version to go back to, and what the script began with is gone")
         backend.restored(self.step_number)  # before the saver's thread asks the sidecar for slots
         if loaded is None:
             capturing.start(None)
@@ -271,6 +274,7 @@ class Checkpointer:
         if backend.is_folder:
             self._stop = StopRequest()
         self._progress.begin()
+        self._loop.take_part()
         return self.step_number
 
     def steps(self, total: int) -> Iterator[RepeatableStep]:
@@ -401,7 +405,6 @@ class Checkpointer:
         if self._closed or self._forked:  # a data-loader worker inherits the exit hook
             return
         self._closed = True
-        atexit.unregister(self.close)
         finished = sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None
         short = self._saved == 0 < self.step_number and self._clean and self._backend.is_folder
         snapshot = self._capturing.take(self.step_number, None, False) if finished and short else None
@@ -412,10 +415,16 @@ class Checkpointer:
             finished = finished and not self._stop.signal
         self._resume.end(finished)
         self._hooks.remove()
-        if self._last_words is not None:
-            self._last_words.close()
         self._saver.close(_CLOSE_SECONDS)
         self._backend.close()
+        self._leave_process()
+
+    def _leave_process(self) -> None:
+        """Another Checkpointer of this process may take its place."""
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._last_words is not None:
+            self._last_words.close()
         self._claim.release()
 
     def _report_failing(self, reason: str, message: str, exit_code: int) -> None:
@@ -431,7 +440,8 @@ class Checkpointer:
 
     def _pause(self) -> None:
         """Between two attempts, in the process that stays. Raises CannotForget, RestoreError."""
-        self._let_go()
+        if not self._closed:  # by a `finally` of the script
+            self._let_go()
         trained = self._trained
         forget_half_step([trained.given_model, *trained.given_modules.values()], trained)
 
@@ -442,10 +452,19 @@ class Checkpointer:
             raise RestoreError("there is no version to go back to, and what the script began with is gone")
         return step
 
+    def _enter_again(self, is_made_anew: bool) -> None:
+        """Before the function is called again, and makes a Checkpointer of its own if `is_made_anew`."""
+        if is_made_anew:
+            self._leave_process()
+        else:
+            self._open()
+
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and entered() is not None:
+            return  # it may be the end of the attempt, and not of the process
         if error is not None and self._last_words is not None:
             self._last_words.say(error)
         self.close()

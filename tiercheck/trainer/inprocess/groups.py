@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,7 @@ _RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
 """The symbol of what empties a ProcessGroup of backends. torch calls it when a group ends, but not from
 Python."""
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+_NO_MEMBER = getattr(getattr(c10d, "GroupMember", None), "NON_GROUP_MEMBER", None)
 _LOOK_EVERY = 0.02
 _JOIN_SECONDS = 600.0
 """How long a rank waits for the others when connections are made anew: one of them may build its model."""
@@ -69,6 +70,11 @@ class ReconnectableGroups:
         self.exchanged = ""
         """Where the script exchanged values with other ranks before `restore`; empty: nowhere."""
         self._made: list[_Made] = []
+        self._before_function = (0, 0)
+        """How many groups there were, and c10d's number of the next, before a function that may be entered
+        again."""
+        self._known: dict[str, _Made] = {}
+        """Groups of such a function that it has yet to ask for again, by name."""
         self._sockets: set[tuple[int, str]] = set()
         self._closed = False
         self._in_setup = c10d is not None and ENV_RUN_DIR in os.environ
@@ -87,6 +93,26 @@ class ReconnectableGroups:
         """The script has come to `restore`: what it exchanges from here on is of its steps."""
         if self._in_setup:
             c10d._rank_not_in_group, self._in_setup = self._is_outside, False
+            self._known.clear()
+
+    def enter_function(self) -> None:
+        """A function begins that may be entered again, and then asks for its groups again."""
+        if c10d is not None:
+            self._before_function = len(self._made), c10d._world.group_count
+
+    def part(self) -> None:
+        """Leave all others: until `reconnect`, the script is alone and in its setup, as a process that joins
+        is. A function that is entered again gets the groups that it made before."""
+        os.environ[ENV_JOINS] = "1"
+        if not self._made:
+            return
+        self._renew(_no_store(), c10d.Backend("fake"))
+        first, c10d._world.group_count = self._before_function
+        self._known = {made.arguments["group_name"]: made for made in self._made[first:]}
+        c10d._rank_not_in_group, self._in_setup = self._notice_exchange, True
+        if not first:  # the function makes the default group, too
+            _init_only_once()
+            c10d._world.group_count += 1
 
     def refusal(self) -> str:
         """Returns why connections cannot be made anew; empty if they can."""
@@ -131,18 +157,26 @@ class ReconnectableGroups:
                 host, port, world_size, rank == 0,
                 timeout=timedelta(seconds=_JOIN_SECONDS), wait_for_workers=False,
             )  # fmt: skip
+        self._renew(store)
+        store.set_timeout(self._made[0].arguments["timeout"])
+        self._refuse_closed()
+
+    def _renew(self, store: Any, backend: str | None = None) -> None:
+        """Put new backends below all groups, of their own kinds if no other is given."""
+        there = c10d._world.pg_names
+        self._made = [made for made in self._made if made.group is None or made.group in there]
         with _tables_set_aside() as (default, kept):
-            made_anew = [(made, self._make_again(made, store)) for made in self._made]
+            made_anew = [
+                (made, self._make_again(made, store, backend or made.backend)) for made in self._made
+            ]
             renewed = [(made.group, new) for made, new in made_anew if made.group is not None]
             for group, new in renewed:
                 _put_below(group, new)
             _hand_over(renewed, kept)
-        store.set_timeout(self._made[0].arguments["timeout"])
         c10d._unregister_all_process_groups()
         for group, _ in renewed:
             c10d._register_process_group(c10d._world.pg_names[group], group)
         c10d._update_default_pg(default)
-        self._refuse_closed()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -161,11 +195,11 @@ class ReconnectableGroups:
                     raise
             time.sleep(_LOOK_EVERY)
 
-    def _make_again(self, made: _Made, store: Any) -> Any:
+    def _make_again(self, made: _Made, store: Any, backend: str) -> Any:
         self._refuse_closed()
         arguments, world = dict(made.arguments), c10d._world
         default = not arguments["global_ranks_in_group"]
-        arguments["backend"] = made.backend
+        arguments["backend"] = backend
         arguments["store"] = (
             dist.PrefixStore("default_pg", store) if default else world.pg_map[c10d._get_default_group()][1]
         )
@@ -190,6 +224,13 @@ class ReconnectableGroups:
         arguments = dict(bound.arguments)
         backend = str(arguments["backend"])
         del arguments["store"]
+        known = self._known.pop(arguments["group_name"], None)
+        if (
+            known is not None
+            and known.arguments["global_ranks_in_group"] == arguments["global_ranks_in_group"]
+        ):
+            member = known.group is not None
+            return (known.group, c10d._world.pg_map[known.group][1]) if member else (_NO_MEMBER, None)
         if self.alone:
             if backend == "fake" and self._made:
                 backend = self._made[0].backend
@@ -238,6 +279,21 @@ def _called_by_script() -> str:
     return f"{called} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+@functools.cache
+def _init_only_once() -> None:
+    """Have `init_process_group` leave a default group as it is, wherever a script has imported it to."""
+    known: Callable[..., None] = c10d.init_process_group
+
+    @functools.wraps(known)
+    def init_process_group(*values: Any, **named: Any) -> None:
+        if not dist.is_initialized():
+            known(*values, **named)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("init_process_group") is known:
+            module.init_process_group = init_process_group
+
+
 def _no_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
@@ -263,8 +319,8 @@ def _put_below(group: Any, new: Any) -> None:
     _release()(group._id())
     for device, backend in found.items():  # one that was alone keeps that of other devices
         group._register_backend(device, kinds[backend.name()], backend)
-    if (name := new._get_backend_name()) in kinds:
-        group._set_default_backend(kinds[name])
+    kind = kinds.get(new._get_backend_name(), dist.ProcessGroup.BackendType.CUSTOM)
+    group._set_default_backend(kind)
 
 
 def _backends(group: Any) -> list[Any]:

@@ -1,22 +1,28 @@
-"""Makes a loop that outlives the loss of another rank: it leaves the step, and makes it again."""
+"""Makes what outlives the loss of another rank: a loop that makes its step again, or a function that is
+called again."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from tiercheck.launcher.environment import command_environment
+from tiercheck.protocol.local import Order
 from tiercheck.protocol.names import COLLECTIVE_FAILED, ENV_ATTEMPT, ENV_RUN_DIR, STEP_SUSPECTED
-from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import collect_half_step, free_graph
 from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck.trainer.process import describe_error, reason_of
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _DECISION_SECONDS = 10.0
 """How long a rank whose collective failed waits for a newer attempt before it ends by that."""
 
@@ -43,12 +49,19 @@ class StepLoop:
     """Of one Checkpointer in a cluster, in the training thread."""
 
     def __init__(
-        self, rank: int, world_size: int, pause: Callable[[], None], go_on: Callable[[], int]
+        self,
+        rank: int,
+        world_size: int,
+        pause: Callable[[], None],
+        go_on: Callable[[], int],
+        enter_again: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`pause`: lets go of all that belongs to the ended attempt; raises CannotForget if the model cannot
-        be trained any more. `go_on`: restores the new one, and returns its step."""
+        be trained any more. `go_on`: restores the new one, and returns its step. `enter_again`: makes ready
+        for a function that restores it; given whether that function makes its Checkpointer anew."""
         self._rank, self._world_size = rank, world_size
-        self._pause, self._go_on = pause, go_on
+        self._pause, self._go_on, self._enter_again = pause, go_on, enter_again
+        self._made_in = _entered
         self._listener: OrderListener | None = None
         self._inside = False
         self.number: int | None = None
@@ -71,23 +84,38 @@ class StepLoop:
                 rewound, self._rewound = self._rewound, None
                 number = number + 1 if rewound is None else rewound
         finally:
-            if self._listener is not None:
+            if self._listener is not None and _entered is None:
                 self._listener.close()
 
     def interruption_point(self) -> None:
-        """Raises StepInterrupted within a step whose attempt is over."""
+        """Raises StepInterrupted within a step whose attempt is over, RestoreError within one of a function
+        that was entered again and has not restored."""
+        if _entered is not None and _entered.loop is not self:
+            if groups().alone:
+                raise RestoreError("the function that is entered again trains without restore()")
+            self.take_part()
         if self._inside and self._listener is not None and self._listener.is_interrupted:
             raise StepInterrupted("a newer attempt of the job has begun")
 
-    def enter(self, number: int) -> None:
-        """A step begins."""
+    def enter(self, number: int | None = None) -> None:
+        """A step begins; None: a function that was entered makes it, and does not say which."""
         self.number = number
         if self._listener is None and (run_dir := os.environ.get(ENV_RUN_DIR)):
             self._listen(Path(run_dir))
         self._inside = True
 
+    def take_part(self) -> None:
+        """What is trained from here on is a step of the function that may be entered again, if there is
+        one."""
+        if _entered is not None:
+            _entered.loop, self._listener = self, _entered.listener
+            if self._listener is not None:
+                self._look_for_refusal()
+            self.enter()
+            _entered.listener = self._listener
+
     def _listen(self, run_dir: Path) -> None:
-        refusal = groups().refusal()
+        refusal = self._refusal()
         if refusal:
             self._warn(f"processes are started anew after each failure: {refusal}")
         attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
@@ -95,8 +123,25 @@ class StepLoop:
             run_dir, self._rank, self._world_size, attempt, groups().disconnect, refusal=refusal
         )
 
+    def _refusal(self) -> str:
+        return (_entered.refusal if _entered is not None else "") or groups().refusal()
+
+    def _look_for_refusal(self) -> None:
+        """After the groups were made anew."""
+        if self._refusal() and self._listener is not None:
+            self._listener.close()
+            self._listen(Path(os.environ[ENV_RUN_DIR]))
+
     def leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
         """The step has ended, or was left by `error`. Returns whether it is made again."""
+        if not self._is_over(error, trace):
+            return False
+        self._rewind()
+        return True
+
+    def _is_over(self, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Whether `error` is what the end of this attempt looks like, and the process may stay. Then what it
+        held of the step is gone."""
         self._inside = False
         listener = self._listener
         if error is None or listener is None or listener.refusal:
@@ -113,25 +158,94 @@ class StepLoop:
         self._warn(f"attempt {os.environ[ENV_ATTEMPT]} is over: leaves the step ({describe_error(error)})")
         error.__traceback__ = error.__context__ = error.__cause__ = None
         free_graph(trace)
-        self._rewind()
         return True
 
     def _warn(self, message: str) -> None:
         if self._rank == 0:  # of the others it is as true
             log.warning("InProcess: %s (docs/use/in-process.md)", message)
 
-    def _rewind(self) -> None:
-        listener = self._listener
-        assert listener is not None
+    def _wait_for_release(self) -> Order:
+        """Let go of the ended attempt, and return the order of the next once it may begin."""
+        assert self._listener is not None
         self._pause()
-        listener.leave_step()
+        self._listener.leave_step()
         collect_half_step()  # while the others get there
-        order = listener.wait_released(groups().reopen)
+        order = self._listener.wait_released(groups().reopen)
         local = int(os.environ["LOCAL_RANK"]) if dist.is_torchelastic_launched() else None
         os.environ.update(command_environment(os.environ, order, local))  # as a new process would have it
+        return order
+
+    def _rewind(self) -> None:
+        order = self._wait_for_release()
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
         self._rewound = self._go_on()
         self.rewinds += 1
-        if groups().refusal():
-            listener.close()
-            self._listen(Path(os.environ[ENV_RUN_DIR]))
+        self._look_for_refusal()
+
+    def enter_again(self) -> None:
+        """Between two calls of the function: it goes on as a process that joins the next attempt."""
+        self._wait_for_release()
+        groups().part()
+        self._enter_again(self._made_in is not None)
+
+
+class _EnteredFunction:
+    """The function that is called again, while it runs."""
+
+    loop: StepLoop | None = None
+    """Of the Checkpointer that trains; None: it has yet to restore."""
+    listener: OrderListener | None = None
+    refusal = ""
+    is_again = False
+    """What it trains cannot begin at step 0."""
+
+
+_entered: _EnteredFunction | None = None
+
+
+def reenter(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
+) -> _Result:
+    """Call `function`, and call it again in the same process each time that another rank of the job is lost:
+
+        tiercheck.reenter(trainer.train)
+
+    It calls `Checkpointer.restore` before its first step, or makes a Checkpointer and calls its `restore`.
+    What it makes is made again, alone, as a process that is started anew would make it; what was there before
+    the call stays, and what of it has to go back belongs into `state`. The error by which it is left goes
+    through its `except` and `finally` blocks. Outside a cluster, and within such a function, it is a plain
+    call.
+
+    Returns:
+        What `function` returns.
+    """
+    global _entered
+    if _entered is not None or ENV_RUN_DIR not in os.environ:
+        return function(*arguments, **named)
+    now = _entered = _EnteredFunction()
+    groups().enter_function()
+    try:
+        while True:
+            try:
+                return function(*arguments, **named)
+            except BaseException as error:
+                if now.loop is None or not now.loop._is_over(error, error.__traceback__):
+                    raise
+            now.loop.enter_again()
+            now.loop, now.is_again = None, True
+            gc.collect()  # what the call before made, or there would be two of each on the device
+    finally:
+        _entered = None
+        if now.listener is not None:
+            now.listener.close()
+
+
+def entered() -> _EnteredFunction | None:
+    """Returns the function that `reenter` has called."""
+    return _entered
+
+
+def refuse_reentry(why: str) -> None:
+    """Have the processes of this job be started anew, and say so at the first step."""
+    if _entered is not None:
+        _entered.refusal = why

@@ -1,0 +1,47 @@
+"""When one rank is lost, the others call their function again in the same process; all losses are equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import Jobs
+from tests.cluster.test_in_process import RANKS, assert_equal_losses, assert_stayed, lines_of, start
+from tiercheck_local.cluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+TRAINER = Path(__file__).with_name("reentering_trainer.py")
+
+
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp", "tp"))]
+)
+def test_method_of_a_trainer_is_called_again_and_its_objects_stay(
+    jobs: Jobs, cluster: LocalCluster, kind: str
+) -> None:
+    job = start(jobs, kind, trainer=TRAINER)
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.pod_of(3))
+    recovery = job.wait_recovered(before["attempt"])
+    assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert_equal_losses(job, kind, TRAINER)
+    assert_stayed(job, lost=3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
+def test_function_that_makes_model_and_groups_is_called_again_in_the_same_process(
+    jobs: Jobs, cluster: LocalCluster, kind: str
+) -> None:
+    job = start(jobs, kind, trainer=TRAINER, HOW="function", LIVES="2")
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.pod_of(3))
+    first = job.wait_recovered(before["attempt"])
+    job.wait_trained(first["step"] + 8)
+    cluster.faults.kill_container_process(job.pod_of(0))
+    second = job.wait_recovered(first["attempt"])
+    assert [each["inProcess"] for each in (first, second)] == [3, 3]
+    assert_equal_losses(job, kind, TRAINER)
+    pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(RANKS)]
+    assert [len(each) for each in pids] == [2, 1, 1, 2]
