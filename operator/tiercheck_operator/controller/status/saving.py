@@ -111,20 +111,21 @@ def newest_proofs(
     return found
 
 
-def add_resume_proof(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
-    """Returns `record` with what the workers of its attempt have compared. `reports`: of that attempt.
+def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
+    """Returns `record` with what the workers of its attempt have compared, lost ones too: one that differs
+    may be lost for that.
 
     What is known stays when a sidecar restarts and has forgotten it; only a heavier verdict replaces it.
     """
     last = record.last_recovery
     if last is None or last.get("attempt") != record.attempt or not last.get("step"):
         return record
-    proofs = [(worker, found) for worker in sorted(reports) if (found := reports[worker].trainer.resume)]
+    known = sorted(obs.last_words, key=lambda report: report.worker)
+    proofs = [(report.worker, found) for report in known if (found := report.trainer.resume)]
     if not proofs:
         return record
-    worker, proof = max(
-        proofs, key=lambda entry: (_WEIGHTS[entry[1].exact.value], entry[1].suspected)
-    )  # the first of equals
+    # The first of equals.
+    worker, proof = max(proofs, key=lambda entry: (_WEIGHTS[entry[1].exact.value], entry[1].suspected))
     if proof.exact is Exact.NOT_COMPARABLE and len(proofs) < obs.size:
         return record
     if _WEIGHTS[proof.exact.value] <= _WEIGHTS.get(str(last.get("exact")), -1):

@@ -63,7 +63,7 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """`record` with what follows from it, evictions included. `reports`: of the attempt, by worker."""
     findings = _with_held_containers(situation, record, findings)
-    record = add_resume_proof(situation, _progress(situation, record, reports), reports)
+    record = add_resume_proof(situation, _progress(situation, record, reports))
     generation = situation.job.generation
     record = replace(
         record,

@@ -301,7 +301,7 @@ def made_again(world: World, *differs: int) -> None:
         message = "step 11 was suspected, and differs from the life before" if own else ""
         exact = Exact.DIFFERS if own else Exact.PROVEN
         sidecar.trainer = replace(sidecar.trainer, resume=ResumeProof(worker, 10, exact, 1, message, own))
-        world.train(1)
+    world.train(1)
 
 
 def test_suspected_step_is_made_again_by_the_same_processes_from_a_version_before_it() -> None:
