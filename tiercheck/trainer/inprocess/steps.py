@@ -18,7 +18,7 @@ from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck.trainer.process import describe_error, reason_of
 
 _DECISION_SECONDS = 10.0
-"""How long a rank whose collective failed waits for a newer attempt before it ends by that."""
+"""How long a rank whose collective failed waits for a newer attempt before it reports that."""
 
 
 class StepInterrupted(BaseException):
