@@ -4,8 +4,8 @@ KIND: ddp, fsdp, hsdp, tp or pp. Outside a job it trains STEPS steps with torch 
 be. In a job it trains until it is hit for the LIVES-th time (1 if not given), and then TAIL steps; PACE is in
 seconds per step. With SPREAD=1 it exchanges a value before its restore, which a rank that builds its model
 alone cannot do. PLAN, "PLACE=RANK;...": in the n-th attempt that rank kills itself there, of all PLACES, when
-it has trained for a while. After SIGUSR1 a rank spoils a bit of a gradient and suspects the step. PLAIN=1:
-no `with step`.
+it has trained for a while; STRIKE=SIGSTOP: it only stops. After SIGUSR1 a rank spoils a bit of a gradient and
+suspects the step. PLAIN=1: no `with step`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def at(place: str) -> None:
     """Ends this process if it is to be struck here."""
     if wanted(place) and os.environ["RANK"] == _PLAN[attempt() - 1][1]:
         say(struck=place, rank=int(os.environ["RANK"]))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[os.environ.get("STRIKE", "SIGKILL")])
 
 
 def before(method: Callable[..., Any], place: str) -> Callable[..., Any]:

@@ -100,6 +100,8 @@ def assert_shrinks_and_grows(
     grown = job.wait_recovered(2)
     assert grown["cause"] == "Grown"
     assert f"made by {workers - 1} ranks, from which {workers} read their parts" in grown["reason"]
+    assert grown["reason"].endswith("; every process starts anew: the job has another number of ranks now")
+    assert (grown["inProcess"], grown["restarted"]) == (0, workers)
     job.wait_condition("Completed")
     # The first is left out as soon as nothing of it is left anywhere.
     assert [branch["ranks"] for branch in job.status["history"]][-2:] == [workers - 1, workers]

@@ -87,11 +87,11 @@ def assert_equal_losses(job: Job, kind: str, trainer: Path = TRAINER) -> None:
     assert not other, other[:4]
 
 
-def assert_stayed(job: Job, lost: int) -> None:
+def assert_stayed(job: Job, lost: int, attempts: int = 2) -> None:
     """The survivors' processes and the memory of their parameters are those of before."""
     for rank in set(range(RANKS)) - {lost}:
         mine = [line for line in lines_of(job) if line["rank"] == rank]
-        assert len({line["attempt"] for line in mine}) == 2
+        assert len({line["attempt"] for line in mine}) == attempts
         assert len({(line["pid"], line["at"]) for line in mine}) == 1, rank
 
 

@@ -260,15 +260,17 @@ def _small(seed: int, rng: random.Random) -> Plan:
 
 
 def _staying(plan: Plan, rng: random.Random) -> Plan:
-    """Most faults end an attempt that trains."""
+    """Most faults end an attempt that trains, and one more comes when a process has outlived that."""
     ends = ("crash", "crash", *PODS_END)
     faults = [
-        replace(each, name=rng.choice(ends), moment="step", count=rng.randrange(3, 9))
+        replace(each, name=rng.choice(ends), moment="step", count=rng.randrange(6, 15))
         if rng.random() < _ENDS_TRAINING
         else each
         for each in plan.faults
     ]
-    return replace(plan, faults=tuple(faults), notices=rng.choice((0.0, 0.1, 0.3, 0.6)))
+    faults.append(Fault(rng.choice((0.0, 1.0, 4.0)), rng.choice(ends), rng.randrange(8), 0.5, "joined"))
+    notices = rng.choice((0.0, 0.1, 0.3, 0.6))
+    return replace(plan, faults=tuple(faults), notices=notices, seconds=30.0)
 
 
 def _comes(spec: JobSpec, moment: str) -> bool:

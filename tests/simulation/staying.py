@@ -7,6 +7,7 @@ newest order, and with what the rank said last.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -45,6 +46,12 @@ class _OneThread:
 
     def wait(self) -> None:
         raise StillWaiting
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """With `seconds`, when those have passed."""
+        if seconds is None and not condition():
+            raise StillWaiting
+        return condition()
 
 
 class _Processes:
@@ -132,7 +139,7 @@ class Wire:
         left = from_json(line, StepLeft)
 
         def arrive() -> None:
-            self.process.state.trainer.step_left(self._rank, self, left.attempt)
+            self.process.state.trainer.step_left(self._rank, self, left.attempt, left.failed)
             self.process._bump()
 
         self._send(arrive)
@@ -321,7 +328,7 @@ class StayingLauncher(Launcher):
         self._enter(order.attempt, order.worker)
 
     def lose_peer(self) -> None:
-        """A collective has failed. It waits for a newer attempt, and ends by that if none begins."""
+        """A collective has failed. It waits for a newer attempt, and says so if none begins."""
         if self.listener is None:
             self.crash()
         elif not self._cut:
@@ -329,6 +336,6 @@ class StayingLauncher(Launcher):
             self.world.later(_DECISION, lambda: self._give_up(life))
 
     def _give_up(self, life: int) -> None:
-        there = life == self._life and self.running and not self.gone
-        if there and self.listener is not None and not self.listener.is_interrupted:
-            self._exit(1)
+        if life == self._life and self.listener is not None and not self.gone:
+            with contextlib.suppress(StillWaiting):
+                self.listener.wait_interrupted(_DECISION)

@@ -236,6 +236,8 @@ class StepLeft:
     one."""
 
     attempt: int
+    failed: bool = False
+    """It has left a step of this attempt itself, because a collective failed, and waits for a newer one."""
 
 
 @dataclass(frozen=True)

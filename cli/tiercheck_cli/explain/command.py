@@ -179,10 +179,11 @@ def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float,
         parts.append(Text(f"{name} has not had to come back from anything yet."))
     else:
         parts += [*_recovery(past[0], name, now, width)]
-    grid = facts()
-    for kind, entry in _forecasts(job).items():
-        grid.add_row(f"  {kind}", Text(str(entry)))
-    parts += [Text(), Text("processes, if something failed now", style="dim"), grid]
+    if status.get("phase") == "Running":
+        grid = facts()
+        for kind, entry in _forecasts(job).items():
+            grid.add_row(f"  {kind}", Text(str(entry)))
+        parts += [Text(), Text("processes, if something failed now", style="dim"), grid]
     history = status.get("history") or []
     if history:
         parts += [Text(), _history(history, status, width)]

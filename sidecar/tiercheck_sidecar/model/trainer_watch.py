@@ -98,6 +98,7 @@ class StallWatch:
 
 
 _GONE = "the process was gone without a word, as one is that was killed"
+_WAITS = "its collective failed, and it waits for a new attempt"
 COME_BACK_SECONDS = 3.0
 """How long a launcher may be silent before its command counts as lost."""
 _SMOOTHING = 0.2
@@ -175,11 +176,16 @@ class TrainerWatch:
         """The process of this rank may stay when its attempt ends, unless there is a `refusal`."""
         self._listeners[rank] = _Listener(connection, refusal)
 
-    def step_left(self, rank: int, connection: object, attempt: int) -> None:
-        """It waits for the release of `attempt`."""
+    def step_left(self, rank: int, connection: object, attempt: int, failed: bool = False) -> None:
+        """It waits for the release of `attempt`, or, if a collective of that has `failed`, of a newer one."""
         known = self._listeners.get(rank)
-        if known is not None and known.connection is connection:
+        if known is None or known.connection is not connection:
+            return
+        if not failed:
             known.left = attempt
+        elif attempt == self.attempt and self._report.state is TrainerState.RUNNING:
+            self.failing(RankFailure(rank, COLLECTIVE_FAILED, _WAITS, 0))
+            self._report = dataclasses.replace(self._report, state=TrainerState.FAILED)
 
     def listener_gone(self, rank: int, connection: object) -> None:
         """It ends with its attempt, unless it comes again."""

@@ -162,7 +162,7 @@ class TrainerSocket:
                 left = decode(line, StepLeft)
                 log.info("rank %d has left its step for attempt %d", hello.rank, left.attempt)
                 with state.lock:
-                    state.trainer.step_left(hello.rank, connection, left.attempt)
+                    state.trainer.step_left(hello.rank, connection, left.attempt, left.failed)
                 state.bump()
         finally:
             with state.lock:

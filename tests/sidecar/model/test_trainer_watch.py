@@ -29,6 +29,18 @@ def test_silent_launcher_is_given_a_moment_and_then_its_container_counts_as_rest
     assert (watch.report.state, watch.report.reason) == (TrainerState.FAILED, "ContainerRestarted")
 
 
+def test_rank_that_waits_after_a_failed_collective_has_failed_and_its_process_may_stay() -> None:
+    watch, line = running(), object()
+    watch.listener_connected(3, line, "")
+    watch.step_left(3, line, 2, failed=True)
+    assert watch.report.state is TrainerState.RUNNING, "that is another attempt"
+    watch.step_left(3, line, 1, failed=True)
+    assert watch.report.state is TrainerState.FAILED
+    assert watch.report.failure is not None
+    assert (watch.report.failure.rank, watch.report.failure.reason) == (3, "CollectiveFailed")
+    assert (watch.listeners([3]), watch.left([3], 1)) == ((3,), ())
+
+
 def test_launcher_that_reconnects_and_still_runs_the_command_changes_nothing() -> None:
     watch = running()
     watch.launcher_gone(5.0)

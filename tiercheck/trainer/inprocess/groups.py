@@ -289,6 +289,7 @@ def _init_only_once() -> None:
         if not dist.is_initialized():
             known(*values, **named)
 
+    module: Any
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("init_process_group") is known:
             module.init_process_group = init_process_group

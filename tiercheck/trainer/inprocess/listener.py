@@ -46,6 +46,8 @@ class OrderListener:
         self._order: Order | None = None
         self._left = 0
         """The attempt for which the step was left; 0: none."""
+        self._failed = False
+        """A step of the attempt itself was left, because a collective failed."""
         self._socket: socket.socket | None = None
         self._closed = False
         begin("tiercheck-listener", self._listen)
@@ -57,9 +59,12 @@ class OrderListener:
         return order is not None and order.attempt > self._attempt
 
     def wait_interrupted(self, seconds: float) -> bool:
-        """Wait until it is. False if it is not after so long."""
+        """Wait until it is. After so long the collective's failure is reported: it may be all that failed."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_interrupted, seconds)
+            if not self._changed.wait_for(lambda: self.is_interrupted, seconds):
+                self._failed = True
+                self._tell()
+            return self._changed.wait_for(lambda: self.is_interrupted)
 
     def leave_step(self) -> Order:
         """Say that the step was left for the newest attempt, and return its order."""
@@ -67,7 +72,7 @@ class OrderListener:
             order = self._order
             assert order is not None
             if self._left != order.attempt:
-                self._left = order.attempt
+                self._left, self._failed = order.attempt, False
                 self._tell()
             return order
 
@@ -78,7 +83,7 @@ class OrderListener:
             while True:
                 order = self.leave_step()
                 if order.phase is Phase.RELEASE and self._rank in order.stays:
-                    self._attempt = order.attempt
+                    self._attempt, self._failed = order.attempt, False
                     released()
                     return order
                 self._changed.wait()
@@ -92,9 +97,10 @@ class OrderListener:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _tell(self) -> None:
-        if self._left and self._socket is not None:
+        said = StepLeft(self._attempt, failed=True) if self._failed else StepLeft(self._left)
+        if said.attempt and self._socket is not None:
             with contextlib.suppress(OSError):  # said again with the next connection
-                self._socket.sendall(to_json(StepLeft(self._left)) + b"\n")
+                self._socket.sendall(to_json(said) + b"\n")
 
     def _listen(self) -> None:
         while not self._closed:

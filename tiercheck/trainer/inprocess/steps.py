@@ -24,7 +24,7 @@ from tiercheck.trainer.process import describe_error, reason_of
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _DECISION_SECONDS = 10.0
-"""How long a rank whose collective failed waits for a newer attempt before it ends by that."""
+"""How long a rank whose collective failed waits for a newer attempt before it reports that."""
 
 
 class StepInterrupted(BaseException):

@@ -113,20 +113,22 @@ def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
     return ""
 
 
-def waiting_for_hand_over(obs: Situation) -> Waiting | None:
-    """While a pod that is ending says that its holders lack something: the next attempt would refuse it. And
-    until one that is to end does."""
-    for pod in obs.members.values():
-        if pod.uid in obs.membership.lost and pod.uid not in obs.refused:
+def waiting_for_hand_over(situation: Situation) -> Waiting | None:
+    """While a pod that is ending trains, or says that its holders lack something: the next attempt refuses
+    that. And until one that is to end does."""
+    for pod in situation.members.values():
+        if pod.uid in situation.membership.lost and pod.uid not in situation.refused:
             return Waiting(conditions.HANDING_OVER, f"{pod.name} ends: its replacement is ready", 1.0)
-    for pod in (pod for pod in obs.pods if pod.deleting and pod.uid in obs.attempt_pods):
-        known, since = obs.reports.get(pod.uid), pod.deleted_at
+    for pod in (pod for pod in situation.pods if pod.deleting and pod.uid in situation.attempt_pods):
+        known, since = situation.reports.get(pod.uid), pod.deleted_at
         if since is None or known is None or known.report is None:
             continue
-        left = since + obs.patience.hand_over - obs.now
-        mine = known.silent_since is None and known.report.attempt == obs.job.status.attempt
-        if mine and known.report.owes and left > 0:
-            said = f"{pod.name} is being ended, and brings its holders what they lack"
+        left = since + situation.patience.hand_over - situation.now
+        mine = known.silent_since is None and known.report.attempt == situation.job.status.attempt
+        trains = known.report.trainer.state is TrainerState.RUNNING
+        if mine and (trains or known.report.owes) and left > 0:
+            does = "still trains" if trains else "brings its holders what they lack"
+            said = f"{pod.name} is being ended, and {does}"
             return Waiting(conditions.HANDING_OVER, said, min(left, 1.0), (ProbeSidecar(pod.uid),))
     return None
 

@@ -9,7 +9,7 @@ import pytest
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.model.actions import Promote
+from tiercheck_operator.model.actions import DeletePod, Promote
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 from tiercheck_operator.model.status import SparesRecord
@@ -265,6 +265,8 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert world.status.attempt == 1
     world.tick()
     assert world.newest_step() > before, "training goes on while the replacement comes up"
+    world.tick_until(lambda: world.pods[old].deleting)
+    assert world.status.attempt == 1, "the version to go on from is chosen once nobody trains any more"
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert world.pods.get(old) is None or world.pods[old].deleting
@@ -280,6 +282,16 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert max(map(racks.count, racks)) == 3
     world.train(10, attempt=2)
     assert sorted(pod.worker for pod in world.pods.values()) == [0, 1, 2, 3]
+
+
+def test_old_pod_that_the_api_server_does_not_delete_holds_up_no_recovery() -> None:
+    world = trained(nodes_per_rack=3)
+    world.refuses = lambda action: "denied" if isinstance(action, DeletePod) else ""
+    empty(world, world.home(3))
+    world.train(20, attempt=1)
+    world.crash(1)
+    world.until("Running", attempt=2)
+    assert world.summary["cause"] == "TrainerCrash"
 
 
 def with_nowhere_to_go() -> tuple[World, str, str]:
