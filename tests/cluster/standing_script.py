@@ -1,8 +1,7 @@
-"""Runs an unchanged script of which all ranks but the first stand still at one step in its first attempt,
-until they are hit; the first waits for them in the next one.
+"""Runs an unchanged script of which all ranks but the first stand still until they are hit.
 
-`python SCRIPT ARGUMENT...` would run it; it stands still after the end of step AT. So no test that hits it
-depends on speed.
+`python SCRIPT ARGUMENT...` would run it; they stand still after the end of step AT in the first attempt, and
+the first waits for them in the next step. So no test that hits it depends on speed.
 """
 
 from __future__ import annotations

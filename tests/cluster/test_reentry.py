@@ -1,4 +1,4 @@
-"""When one rank is lost, the others call their function again in the same process; all losses are equal."""
+"""When a rank is lost, the others call their function again, and all losses are equal."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 
 ARGUMENTS: of TrainingArguments, as JSON, over those of the case; `resume_from_checkpoint` is one of the
 Trainer's own that it is told to begin from. It says each step, each warning, what a
-resume has proved, and at the end what `train` gave. Steps of a second `train` have numbers from 11 on.
+resume has proved, and at the end what `train` gave. Steps of a second `train` have numbers from 11 on. Steps
+that are left: see `struck`.
 `forget`: the place is computed from the number of the step, and the batch size is searched for again.
 """
 
@@ -27,6 +28,8 @@ from transformers import (
     set_seed,
 )
 
+from tests.integrations.struck import reenter, strike
+from tiercheck.integrations import huggingface
 from tiercheck.integrations.huggingface import Resumable
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 
@@ -55,6 +58,11 @@ class Small(nn.Module):
         if len(input_ids) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. (pretended)")
         return self.model(input_ids=input_ids, labels=labels)
+
+
+class NamedEmbeddings(Small):
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
 
 
 class Fits4(Small):
@@ -131,6 +139,7 @@ CASES = {
     "drop-last": (Trainer, Small, ALIKE[:46], {"dataloader_drop_last": True}),
     "best": (Trainer, Small, ALIKE, BEST),
     "evaluating": (Trainer, Small, ALIKE, EVALUATING),
+    "noisy": (Trainer, NamedEmbeddings, ALIKE, {"neftune_noise_alpha": 5.0}),
     "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
 }  # fmt: skip
 
@@ -179,6 +188,7 @@ def forget_place() -> None:
 def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget: str = "") -> None:
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
     FolderBackend.resumed = lambda _, step, exact, *rest: say(resumed=exact.value, message=rest[1])
+    huggingface.reenter = reenter
     if forget:
         forget_place()
     set_seed(0)
@@ -189,7 +199,9 @@ def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget
 
         def compute_loss(self, model, inputs, *more, **named):
             say(samples=inputs["input_ids"][:, :2].tolist()) if model.training else None
-            return super().compute_loss(model, inputs, *more, **named)
+            found = super().compute_loss(model, inputs, *more, **named)
+            strike(self.state.global_step + 1 if model.training else -self.state.global_step)
+            return found
 
     callback = Say()
     settings = {

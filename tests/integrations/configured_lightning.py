@@ -3,7 +3,7 @@
     python configured_lightning.py CASE FOLDER [CHECKPOINT]
 
 CHECKPOINT is one of Lightning's own that it is told to begin from; the case `evaluating` writes some too:
-FOLDER/own.ckpt is that of the third update.
+FOLDER/own.ckpt is that of the third update. Steps that are left: see `struck`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchmetrics import MeanAbsoluteError
 
+from tests.integrations.struck import reenter, strike
+from tiercheck.integrations import lightning
 from tiercheck.integrations.lightning import TierCheck
 
 DATA = TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(5)))
@@ -44,6 +46,7 @@ class Small(L.LightningModule):
         self.log("train", loss, on_step=False, on_epoch=True)
         self.log("most", loss, on_epoch=True, reduce_fx=max)
         self.log("error", self.error, on_step=False, on_epoch=True)
+        strike(self.trainer.global_step + 1)
         return loss
 
     def configure_optimizers(self):
@@ -76,6 +79,7 @@ class Evaluating(Small):
         (x,) = batch
         given = self.head(self.backbone(x + torch.rand_like(x)))  # it draws, too
         self.log("validation", given.square().mean() + 100)
+        strike(-self.trainer.global_step)
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -151,6 +155,7 @@ class Told(logging.Handler):
 
 def main(case: str, folder: str, begin_from: str | None = None) -> None:
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
+    lightning.reenter, lightning.refuse_reentry = reenter, lambda why: say(refused=why)
     L.seed_everything(0, verbose=False)
     module, callbacks, loader = CASES[case]
     own, others = TierCheck(every=1, folder=folder), callbacks()

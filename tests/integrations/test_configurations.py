@@ -39,8 +39,14 @@ LIGHTNING = {
 }
 
 
+BEGIN_AGAIN = ("accumulation", "metrics", "loader")
+"""Those whose processes outlive the loss of another rank."""
 EVERY_TIME = ("stream", "own-generator", "best")
 """The others take five minutes of a core: `make test-extended` has all."""
+
+
+def extended(case: str) -> Any:
+    return () if case in EVERY_TIME else pytest.mark.extended
 
 
 def live(lives: Lives, kind: str, *argv: str | Path, kill_at: int | None = None) -> Said:
@@ -78,10 +84,7 @@ def assert_equal_after_kills(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in EVERY_TIME else pytest.mark.extended, id=case)
-        for case in HUGGINGFACE
-    ],
+    [pytest.param(case, marks=extended(case), id=case) for case in HUGGINGFACE],
 )
 def test_hugging_face_trainer_goes_on_in_its_data(case: str, lives: Lives, tmp_path: Path) -> None:
     for part in assert_equal_after_kills(lives, "huggingface", case, HUGGINGFACE[case], tmp_path)[1:]:
@@ -162,9 +165,32 @@ def test_best_model_without_own_checkpoints_is_refused_at_the_start() -> None:
         MyTrainer().train()
 
 
+@pytest.mark.parametrize(
+    ("kind", "case", "strikes"),
+    [
+        *(pytest.param("huggingface", each, HUGGINGFACE[each], marks=extended(each)) for each in HUGGINGFACE),
+        pytest.param("huggingface", "noisy", (2, 7), marks=pytest.mark.extended),
+        ("huggingface", "evaluating", (5, -6, 9)),
+        *(("lightning", each, LIGHTNING[each]) for each in BEGIN_AGAIN),
+        ("lightning", "evaluating", (3, -4, 5)),
+    ],
+)
+def test_trainer_that_begins_again_in_its_process_goes_on_as_it_would_have(
+    kind: str, case: str, strikes: tuple[int, ...], lives: Lives, tmp_path: Path
+) -> None:
+    """A step that was left in the middle, or in its evaluation, is made again."""
+    whole = steps(live(lives, kind, case, tmp_path / "whole"))
+    argv = [HERE / f"configured_{kind}.py", case, tmp_path / "struck"]
+    (said,) = lives.run(needed(kind), argv, env={"STRIKES": ",".join(map(str, strikes))})
+    assert all(line in whole for line in steps(said))
+    assert [line["step"] for line in whole] == sorted({line["step"] for line in steps(said)})
+    assert [line["struck"] for line in said if "struck" in line] == list(strikes)
+
+
 @pytest.mark.parametrize("case", LIGHTNING)
 def test_lightning_callbacks_and_metrics_go_on(case: str, lives: Lives, tmp_path: Path) -> None:
-    assert_equal_after_kills(lives, "lightning", case, LIGHTNING[case], tmp_path)
+    begun, *_ = assert_equal_after_kills(lives, "lightning", case, LIGHTNING[case], tmp_path)
+    assert any("refused" in line for line in begun) == (case not in BEGIN_AGAIN), "and is told"
 
 
 def test_loader_that_cannot_go_on_in_mid_epoch_is_told(lives: Lives, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Gives the groups of one rank of three new connections again and again.
 
-It begins alone, as a replacement does.
+It begins alone, as a replacement does, and so it makes its model each time, as a function does that is called
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tiercheck.trainer.inprocess.groups import groups
 
@@ -32,17 +33,21 @@ def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         time.sleep(0.01)
 
 
-def main() -> None:
-    rank, ports = int(os.environ["RANK"]), [int(port) for port in sys.argv[1:]]
-    torch.set_num_threads(1)
-    groups()
+def build() -> tuple[nn.Module, dist.ProcessGroup, DeviceMesh]:
     dist.init_process_group("gloo")
     pair = dist.new_group([0, 2])
     replicated = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
-    mesh = init_device_mesh("cpu", (3,))
     with torch.no_grad():
         for parameter in replicated.parameters():
             parameter.fill_(0.1)
+    return replicated, pair, init_device_mesh("cpu", (3,))
+
+
+def main() -> None:
+    rank, ports = int(os.environ["RANK"]), [int(port) for port in sys.argv[1:]]
+    torch.set_num_threads(1)
+    groups().enter_function()
+    replicated, pair, mesh = build()
 
     def step() -> list[float]:
         x, of_pair = torch.full((2, 8), rank + 1.0), torch.full((1,), rank + 1.0)
@@ -59,9 +64,9 @@ def main() -> None:
         replicated.zero_grad()
         return found
 
-    groups().end_of_setup()
     counts, computed = [], []
     for port in ports:
+        groups().end_of_setup()
         groups().reconnect("127.0.0.1", port, rank, 3)
         computed.append(step())
         counts.append(held(max(counts[:FIRST]) if len(counts) >= FIRST else (0, 0)))
@@ -69,6 +74,10 @@ def main() -> None:
         assert not groups().refusal()
         groups().disconnect()
         groups().reopen()
+        before = dist.group.WORLD, pair
+        groups().part()
+        replicated, pair, mesh = build()
+        assert (dist.group.WORLD, pair) == before
     assert all(each == computed[0] for each in computed), computed
     first, last = (max(some) for some in (counts[:FIRST], counts[-FIRST:]))
     print(first, last)

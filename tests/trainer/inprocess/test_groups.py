@@ -32,6 +32,7 @@ def test_model_is_built_alone_but_no_value_of_another_rank_is_made_up(tmp_path: 
 def test_old_connections_go_with_their_threads_however_often_there_are_new_ones(
     tmp_path: Path,
 ) -> None:
+    """And a function that is called again for each of them has the groups that it had."""
     script, ports = Path(__file__).with_name("renewing_script.py"), map(str, free_ports(TIMES))
     command = [sys.executable, str(script), *ports]
     ranks = []

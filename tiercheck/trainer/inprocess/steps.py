@@ -1,5 +1,4 @@
-"""Makes what outlives the loss of another rank: a loop that makes its step again, or a function that is
-called again."""
+"""Makes loops and functions that outlive the loss of another rank: what was left is made again."""
 
 from __future__ import annotations
 

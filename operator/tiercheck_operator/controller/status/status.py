@@ -356,7 +356,7 @@ def _in_process(look: _Look) -> _Told:
         return None
     for worker, report in sorted(reports.items()):
         if report.trainer.listens < spec.procs_per_worker:
-            why = report.trainer.refusal or "its loop is not `with step` of checkpointer.steps"
+            why = report.trainer.refusal or "its loop is neither checkpointer.steps nor in tiercheck.reenter"
             return False, Finding(conditions.PROCESSES_RESTART, f"worker {worker}: {why}")
     return True, Finding(conditions.PROCESSES_STAY, "the loss of a rank leaves the other processes running")
 
