@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.trainer.torch_limits import FSDP2_ON_CPUS
-from tiercheck.trainer.state.capture import Inventories, Inventory, take_inventory
+from tiercheck.trainer.state.capture import Inventory, take_inventory
+from tiercheck.trainer.state.inventories import Inventories
 
 
 class Net(nn.Module):
@@ -211,5 +212,5 @@ def assert_remembered(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     train(net, optimizer)
     inventories = Inventories(net, [optimizer])
     inventories.take()
-    monkeypatch.setattr("tiercheck.trainer.state.capture.take_inventory", None)
+    monkeypatch.setattr("tiercheck.trainer.state.inventories.take_inventory", None)
     assert described(inventories.take()) == described(take_inventory(net, [optimizer]))

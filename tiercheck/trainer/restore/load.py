@@ -27,13 +27,13 @@ from tiercheck.trainer.restore.grown import add_groups, describe_difference, gro
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import (
     BESIDE,
-    FSDP2,
     is_extra,
     model_items,
     modules_beside,
     named_parameters_of,
     own_entries,
 )
+from tiercheck.trainer.state.inventories import FSDP2
 from tiercheck.trainer.state.live import Wrapped
 from tiercheck.trainer.state.slot_file import SlotReader, StoredTensors
 from tiercheck.trainer.tensors.buffers import PASSING

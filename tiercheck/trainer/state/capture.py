@@ -8,10 +8,9 @@ no tensor goes into `Inventory.facts`, which travels in the user blob.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice, repeat
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,13 +19,10 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.frozen import is_omitted, modes_of
-from tiercheck.trainer.state.kept import attributes_of, odd_attributes
-from tiercheck.trainer.state.live import refuse_copies
 from tiercheck.trainer.state.readable import in_words
 from tiercheck.trainer.state.user_state import keys_of_metrics
-from tiercheck.trainer.tensors.buffers import PASSING, Passing
+from tiercheck.trainer.tensors.buffers import PASSING
 from tiercheck.trainer.tensors.leaves import (
-    PLAIN,
     Entry,
     NotCapturable,
     held_by,
@@ -34,7 +30,6 @@ from tiercheck.trainer.tensors.leaves import (
     list_tensor,
     local_shard,
     named,
-    read_each,
 )
 
 OWN = "param"
@@ -198,218 +193,3 @@ def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
     if name.startswith("#"):
         list_tensor(f"{prefix}{OWN}", parameter, True, entries)
     return entries
-
-
-_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
-_hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
-FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_left_out = attrgetter("_non_persistent_buffers_set")
-_children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
-_look, _where = attrgetter("device", "dtype", "shape"), attrgetter("device", "shape")
-_trained, _spec, _local = attrgetter("requires_grad"), attrgetter("_spec"), attrgetter("_local_tensor")
-_training = attrgetter("training")
-_EMPTY: dict[str, Any] = {}
-
-
-class _NotRemembered(Exception):
-    """It has to be listed anew."""
-
-
-class Inventories:
-    """Takes inventories of one model and its optimizers, in the training thread."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        beside: Mapping[str, nn.Module] | None = None,
-        more: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        """`beside`: other modules whose tensors are stored too. `more`: gives facts beside theirs."""
-        self._more = more
-        self._model = model
-        self._beside = beside or {}
-        self.passing = Passing(
-            {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
-        )
-        """Whoever restores says when that begins."""
-        self.evaluating = False
-        """Whether the model did as a whole when the last update was made."""
-        self._optimizers = self.outer = optimizers
-        """`outer`: as `take_inventory` asks it."""
-        self.first: set[str] | None = None
-        """Names of all that there was when the script began, so that versions name the buffers that came
-        later."""
-        self._modules: list[nn.Module] = []
-        self._marks: list[Any] | None = None
-        self._names: list[str] = []
-        self._lazy: list[bool] = []
-        self._finite: list[bool] = []
-        """Of each entry, like the two before."""
-        self._places: list[int] = []
-        """Of each entry: where in the list of all tensors it is."""
-        self._facts: dict[str, Any] = {}
-        self._alike: object | None = None
-        self._believed: list[Any] = []
-        """Where everything lay when nothing that is shown was a copy; empty: nowhere."""
-
-    def take(self) -> Inventory:
-        """As `take_inventory`. Raises NotCapturable."""
-        inventory = self._take()
-        return replace(inventory, facts={**inventory.facts, **self._more()})
-
-    def _take(self) -> Inventory:
-        passing = self.passing.written()
-        if self._marks is not None:
-            try:
-                marks, tensors = self._read(passing)
-            except (
-                _NotRemembered,
-                RuntimeError,
-            ):  # the latter: of a tensor without memory that could be looked at
-                marks, tensors = [], []
-            if marks == self._marks:
-                return self._again(tensors)
-        passing = self.passing.looked_for()
-        cleared = self.passing.cleared()
-        inventory = take_inventory(
-            self._model,
-            self._optimizers,
-            self._beside,
-            passing,
-            cleared=cleared,
-            evaluating=self.evaluating,
-            outer=self.outer,
-        )
-        if self.first is not None:
-            held = {entry.name for entry in inventory.entries if not entry.lazy}
-            inventory.facts["grown"] = sorted(held - self.first)
-        looks = self._looks(inventory)
-        if not looks or looks != self._believed:
-            refuse_copies(self._model, self._beside, inventory.entries)
-            self._believed = looks
-        self._remember(inventory, passing)
-        return inventory
-
-    def _looks(self, inventory: Inventory) -> list[Any]:
-        """Where all lies that modules hold, and that is shown of them; empty if that cannot be said
-        quickly.
-        """
-        modules = [*self._all_modules()]
-        owners = [*map(_parameters, modules), *map(_buffers, modules)]
-        held = [_part(tensor) for tensor in _all(dict.values, owners) if tensor is not None]
-        shown = [entry.tensor for entry in inventory.entries]
-        if {*map(type, held)} - PLAIN:
-            return []
-        try:
-            return [list(map(_trained, held)), *map(Tensor.data_ptr, held), *map(Tensor.data_ptr, shown)]
-        except RuntimeError:  # one of them has no memory
-            return []
-
-    def _all_modules(self) -> Iterable[nn.Module]:
-        return chain.from_iterable(module.modules() for module in (self._model, *self._beside.values()))
-
-    def _again(self, tensors: list[Tensor]) -> Inventory:
-        origins = [tensors[place] for place in self._places]
-        shards = map(Tensor.detach, map(_part, origins))
-        entries = tuple(map(Entry, self._names, shards, self._lazy, self._finite, origins))
-        optimizers = [
-            {
-                **known,
-                "groups": [
-                    {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-                ],
-                "attributes": attributes_of(optimizer),
-            }
-            for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)
-        ]
-        fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
-        return Inventory(entries, {**self._facts, "optimizers": optimizers}, fixed, self._alike)
-
-    def _remember(self, inventory: Inventory, passing: Sequence[tuple[str, Tensor]]) -> None:
-        self._marks, self._modules = None, [*self._all_modules()]
-        try:
-            marks, tensors = self._read(passing)
-            places = {_memory(_part(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))}
-            if len(places) != len({*map(id, tensors)}):
-                return  # something shares memory, or has none: only a new list tells what is stored of it
-            self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
-        except (_NotRemembered, KeyError, RuntimeError):
-            return
-        self._names = [entry.name for entry in inventory.entries]
-        self._lazy = [entry.lazy for entry in inventory.entries]
-        self._finite = [entry.must_be_finite for entry in inventory.entries]
-        facts = [{**known, "groups": [], "attributes": {}} for known in inventory.facts["optimizers"]]
-        self._facts = {**inventory.facts, "optimizers": facts}
-        self._marks, self._alike = marks, object()
-
-    def _read(self, passing: Sequence[tuple[str, Tensor]]) -> tuple[list[Any], list[Tensor]]:
-        """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
-        modules = self._modules
-        if any(map(_hooks, modules)):
-            raise _NotRemembered
-        for module in modules:
-            for hook in _pre_hooks(module).values():
-                if getattr(hook, "__module__", "") != FSDP2:
-                    raise _NotRemembered
-                hook(module, "", False)  # the parameters are the shards again, and not what was gathered
-        classes = list(map(type, modules))
-        for kind in {*classes}:
-            if any(getattr(kind, method) is not getattr(nn.Module, method) for method in _METHODS):
-                raise _NotRemembered
-        if any("state_dict" in own or "_save_to_state_dict" in own for own in map(vars, modules)):
-            raise _NotRemembered
-        children, parameters, buffers = (list(map(of, modules)) for of in (_children, _parameters, _buffers))
-        held = [*_all(dict.values, parameters), *_all(dict.values, buffers)]
-        found: list[Tensor] = [tensor for tensor in held if tensor is not None]
-        marks: list[Any] = [
-            classes,
-            list(map(frozenset, map(_left_out, modules))),
-            *([*_all(dict.keys, owners)] for owners in (children, parameters, buffers)),
-            *([*map(len, owners)] for owners in (children, parameters, buffers)),
-            list(map(id, _all(dict.values, children))),
-            list(map(id, held)),
-            list(map(Tensor.data_ptr, map(_part, found))),
-            read_each(_look, found),
-            read_each(_trained, found),
-            [self.evaluating, *map(_training, modules)],
-            [name for name, _ in passing],
-            self.passing.cleared(),
-        ]
-        tensors = list(found)
-        for optimizer in self._optimizers:
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            states = list(map(optimizer.state.get, trained, repeat(_EMPTY)))
-            if {*map(type, states)} - {dict} or not all(
-                issubclass(kind, Tensor) for kind in {*map(type, optimizer.state)}
-            ):
-                raise _NotRemembered
-            kept = list(_all(dict.values, states))
-            if not all(isinstance(value, Tensor) for value in kept) or len({*map(id, kept)}) < len(kept):
-                raise _NotRemembered
-            marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
-            marks.append([len(group["params"]) for group in optimizer.param_groups])
-            marks.append(read_each(_where, kept))
-            if odd_attributes(optimizer):  # any of them may hold a tensor by now
-                raise _NotRemembered
-            tensors += kept
-        sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
-        if any(kind.__name__ != "DTensor" for kind in {*map(type, sharded)}):
-            raise _NotRemembered
-        if {*map(type, map(_local, sharded))} - PLAIN:
-            raise _NotRemembered
-        # Mesh, placements and shape; not by DTensor's properties, which are Python.
-        marks.append(list(map(_spec, sharded)))
-        return marks, tensors
-
-
-def _all(view: Callable[[dict[str, Any]], Iterable[Any]], owners: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    return chain.from_iterable(map(view, owners))
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
