@@ -1,4 +1,4 @@
-"""Finds the API server as kubectl does, and reads a job and what belongs to it as the user of the kubeconfig.
+"""Finds the API server as kubectl does, and reads a job and what belongs to it, as its user.
 
 Nothing is ever written. Kubeconfigs, and the programs that they name for credentials, are the business of the
 kubernetes package; its model classes are not used.
