@@ -42,4 +42,5 @@ def reenter(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         checkpointer = holder.checkpointer
         checkpointer._pause()
         collect_half_step()
+        checkpointer._folder = getattr(holder, "_folder", None)  # nobody asks for it in a cluster
         checkpointer._enter_again(is_made_anew=hasattr(holder, "accelerator"))

@@ -65,8 +65,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self.logged: dict[str, list[Any]] = {}
         """What was logged of the epoch before the restore, and not since: sum, and number of samples."""
         self.checkpointer: Checkpointer | None = None
-        self._callbacks: list[tuple[Any, dict[str, Any]]] = []
-        """The others, and what they were before the loops began."""
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+        """Other callbacks and the Trainer, with the attributes that they had before the loops began."""
         self._has_begun = False
         _keep_paths_alone()
 
@@ -94,7 +94,9 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             run=run,
             **self._options,
         )
-        self._callbacks = [(each, dict(vars(each))) for each in trainer.callbacks if each is not self]
+        self._before = [(each, dict(vars(each))) for each in trainer.callbacks if each is not self]
+        plain = {key: value for key, value in vars(trainer).items() if isinstance(value, (int, float, str))}
+        self._before.append((trainer, plain))
         self._has_begun = False
         trainer._run_stage = functools.partial(reenter, self._run_stage, trainer)
         self._restore(trainer)
@@ -104,12 +106,12 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         vars(trainer).pop("_run_stage", None)
         if self._has_begun:
             trainer.fit_loop = _begin_loops(trainer)
-            trainer.should_stop, trainer.training = False, True
+            trainer.training = True
             trainer._logger_connector.reset_results()
             trainer._logger_connector.reset_metrics()
             self.metrics, self._validates = {}, False
-            for callback, before in self._callbacks:
-                callback.__dict__ = {**before}
+            for holder, before in self._before:
+                vars(holder).update(before)
             self._restore(trainer)
             trainer._checkpoint_connector.resume_end()  # waits for the others
         self._has_begun = True
