@@ -1,4 +1,4 @@
-"""Plays a rank that outlives its attempt, by the launcher's real rules and the rank's real `OrderListener`.
+"""Plays ranks that outlive their attempt, by the launcher's real rules and the real listener.
 
 Modelled are the operating system and the rank's second connection to its sidecar. What is sent over that
 comes in order, but late, twice, or not at all; then the connection is over, and the next one begins with the
