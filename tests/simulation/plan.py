@@ -268,7 +268,7 @@ def _staying(plan: Plan, rng: random.Random) -> Plan:
         else each
         for each in plan.faults
     ]
-    faults.append(Fault(rng.choice((0.0, 1.0, 4.0)), rng.choice(ends), rng.randrange(8), 0.5, "joined"))
+    faults.append(Fault(rng.choice((0.0, 6.0, 6.0, 10.0)), rng.choice(ends), rng.randrange(8), 0.5, "joined"))
     notices = rng.choice((0.0, 0.1, 0.3, 0.6))
     return replace(plan, faults=tuple(faults), notices=notices, seconds=30.0)
 

@@ -1,4 +1,4 @@
-"""Plays a rank that outlives its attempt, by the launcher's rules and the real `OrderListener`.
+"""Plays ranks that outlive their attempt, by the launcher's real rules and the real listener.
 
 Modelled are the operating system and the rank's second connection to its sidecar. What is sent over that
 comes in order, but late, twice, or not at all; then the connection is over, and the next one begins with the
@@ -327,11 +327,11 @@ class StayingLauncher(Launcher):
         self.world.record("joined", pod=self.pod.uid, rank=self.rank, attempt=order.attempt)
         self._enter(order.attempt, order.worker)
 
-    def lose_peer(self) -> None:
+    def lose_peer(self, attempt: int) -> None:
         """A collective has failed. It waits for a newer attempt, and says so if none begins."""
         if self.listener is None:
             self.crash()
-        elif not self._cut:
+        elif attempt == self.attempt and not self._cut:
             self._cut, life = True, self._life
             self.world.later(_DECISION, lambda: self._give_up(life))
 

@@ -124,8 +124,8 @@ class Launcher:
         self._end(self._life, code)
         return True
 
-    def lose_peer(self) -> None:
-        """Another rank is gone, so a collective fails."""
+    def lose_peer(self, attempt: int) -> None:
+        """Another rank of the attempt is gone, so a collective fails."""
         self.crash()
 
     @property

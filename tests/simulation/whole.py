@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ class Simulation(World):
             len(team) < size and any(each.loaded for each in team.values()) and self._lacks(attempt, team)
         ):
             for each in team.values():
-                self.later(self.rng.uniform(0.0, 1.0), each.lose_peer)
+                self.later(self.rng.uniform(0.0, 1.0), partial(each.lose_peer, attempt))
             return
         if len(team) < size or not all(each.loaded for each in team.values()):
             return
