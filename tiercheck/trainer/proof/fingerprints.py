@@ -140,7 +140,7 @@ class Journal:
         if found != step:
             return None
         known = loss if flags & _HAS_LOSS else None, update if flags & _HAS_UPDATE else None
-        return StepRecord(step, *known, *rest, bool(flags & _WHOLE))
+        return StepRecord(step, *known, *rest)._replace(whole=bool(flags & _WHOLE))
 
     def after(self, step: int) -> Iterator[StepRecord]:
         """The records of the steps that follow `step` without a gap."""
