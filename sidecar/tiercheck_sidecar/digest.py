@@ -48,18 +48,6 @@ def digest(view: memoryview, chunk: int = CHUNK) -> Digests:
     return Digests(size=len(view), chunk=chunk, values=values)
 
 
-def first_mismatch(view: memoryview, digests: Digests) -> int | None:
-    """The index of the first chunk that differs; None if all are as they should be. A wrong size is chunk
-    0.
-    """
-    if len(view) != digests.size:
-        return 0
-    for index, value in enumerate(digests.values):
-        if digest_chunk(chunk_view(view, digests, index)) != value:
-            return index
-    return None
-
-
 def chunk_view(view: memoryview, digests: Digests, index: int) -> memoryview:
     """The bytes of chunk `index`."""
     begin = index * digests.chunk

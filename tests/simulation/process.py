@@ -25,7 +25,7 @@ from tiercheck_sidecar import offload
 from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, SourceFailed, TriedInVain
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
-from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
@@ -418,7 +418,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         slot.mapped(size=seal.digests.size) as view,
     ):
         body = bytearray(view)
-    if first_mismatch(memoryview(body), seal.digests) is not None:
+    if digest(memoryview(body), seal.digests.chunk) != seal.digests:
         raise TooDamaged("chunk 0 arrived damaged 3 times")  # our own memory has rotted
     world.stroll(sender)
     if holder.dead or sender.dial(peer) is not holder:
@@ -428,7 +428,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         raise WireBroken("no such transfer")
     if world.rng.random() < world.plan.noise:
         body[world.rng.randrange(len(body))] ^= 1
-    if first_mismatch(memoryview(body), seal.digests) is None:
+    if digest(memoryview(body), seal.digests.chunk) == seal.digests:
         transfer.draft.view[: len(body)] = body
         transfer.verified.add(0)
     last = session._commit(Ask("commit", transfer=said.transfer))
@@ -500,7 +500,7 @@ class Reach:
             with slot.mapped(size=slot.seal.digests.size) as view:
                 body = bytes(view)
             digests, world_size = slot.seal.digests, slot.seal.world_size
-        if first_mismatch(memoryview(body), digests) is not None:
+        if digest(memoryview(body), digests.chunk) != digests:
             holder.session(process.state.config.worker, process.state.attempt)._corrupt(
                 Ask.about("corrupt", artifact)
             )
