@@ -171,7 +171,9 @@ def test_best_model_without_own_checkpoints_is_refused_at_the_start() -> None:
         *(pytest.param("huggingface", each, HUGGINGFACE[each], marks=extended(each)) for each in HUGGINGFACE),
         pytest.param("huggingface", "noisy", (2, 7), marks=pytest.mark.extended),
         ("huggingface", "evaluating", (5, -6, 9)),
-        *(("lightning", each, LIGHTNING[each]) for each in BEGIN_AGAIN),
+        ("lightning", "accumulation", (8, 10)),
+        ("lightning", "metrics", (4, 10)),
+        ("lightning", "loader", (7, 13)),
         ("lightning", "evaluating", (3, -4, 5)),
     ],
 )
