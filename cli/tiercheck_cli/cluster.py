@@ -1,7 +1,7 @@
-"""Finds the API server as kubectl does, and reads a job and what belongs to it, as its user.
+"""Finds the API server as kubectl does, and reads a job and what belongs to it.
 
-Nothing is ever written. Kubeconfigs, and the programs that they name for credentials, are the business of the
-kubernetes package; its model classes are not used.
+It does so as the user of the kubeconfig. Nothing is ever written. Kubeconfigs, and the programs that they
+name for credentials, are the business of the kubernetes package; its model classes are not used.
 """
 
 from __future__ import annotations
