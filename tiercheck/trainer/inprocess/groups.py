@@ -291,8 +291,8 @@ def _init_only_once() -> None:
 
     module: Any
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("init_process_group") is known:
-            module.init_process_group = init_process_group
+        if (names := getattr(module, "__dict__", {})).get("init_process_group") is known:
+            names["init_process_group"] = init_process_group
 
 
 def _no_store() -> Any:
