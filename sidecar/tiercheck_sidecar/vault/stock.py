@@ -1,6 +1,4 @@
-"""What lies where in this worker's memory.
-
-It is found at the start, and kept up to date as artifacts come and go.
+"""Keeps what lies where in this worker's memory, found at the start, as artifacts come and go.
 
 All values are immutable, and stay the same object as long as nothing changes at their place. So whoever has
 decided something about a place knows whether to look again, and what follows from a place alone is found
