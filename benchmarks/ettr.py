@@ -14,7 +14,7 @@ from benchmarks.harness import Figure, Outcome, Scale
 from benchmarks.simulate_validation import PAGE, page_times, real_rows
 from tiercheck_cli.simulate.assumptions import CountedFailures, published_failures
 from tiercheck_cli.simulate.play import exact_ettr, play
-from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
+from tiercheck_cli.simulate.scenario import NO_STATE, FailureRates, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
@@ -90,7 +90,7 @@ def run(scale: Scale) -> Outcome:
 
 def usual_times() -> RecoveryTimes:
     """What the page cannot tell: its states are small."""
-    return RecoveryTimes.of_sizes(STATE, PEER, REMOTE)
+    return NO_STATE.carrying(STATE, PEER, REMOTE)
 
 
 def at_size(times: RecoveryTimes, nodes: int) -> RecoveryTimes:

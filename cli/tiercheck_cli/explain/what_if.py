@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
-from tiercheck_cli.events import PastRecovery, recoveries
-from tiercheck_cli.failure import USAGE, CannotDo, program
+from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, workers_by_domain
-from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
-from tiercheck_cli.simulate.scenario import Saving
-from tiercheck_operator.model.conditions import IN_PROCESS, Cause, plural
+from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH, snapshot_steps
+from tiercheck_cli.simulate.scenario import (
+    ALL,
+    DOMAIN,
+    KINDS,
+    NODE,
+    POD,
+    PROCESS,
+    MeasuredRecovery,
+    RecoveryTimes,
+    Saving,
+    measure,
+    measured_recoveries,
+)
+from tiercheck_operator.model.conditions import IN_PROCESS, plural
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
     Recover,
     RecoveryProblem,
+    RestoreSeconds,
     StartFresh,
     decide_recovery,
 )
 from tiercheck_operator.planning.topology import short_name
 
-_IN_PLACE = {cause.value for cause in Cause if cause.in_place}
-_PLANNED = {cause.value for cause in Cause if cause.planned}
-
 # Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37
-# s after the loss of a pod, 56 s after that of all.
-_DETECT = 1.0
-_RESTORE = {Tier.LOCAL: 2.0, Tier.PEER: 10.0, Tier.REMOTE: 25.0}
-_SPARE = 3.0
-"""From a peer, where a spare stands in."""
-_START_IN_PLACE, _START_ANEW = 15.0, 26.0
-"""From the state's being there to the first step. A new pod has to import torch first."""
+# s after the loss of a pod, 56 s after that of all. A new pod has to import torch first, a spare's too.
+_SMALL_JOBS = RecoveryTimes(1.0, RestoreSeconds(2.0, 3.0, 22.0), restart=15.0, spare=11.0, replace=18.0)
 
 
 @dataclass(frozen=True)
@@ -48,70 +51,42 @@ class Estimate:
     """Where the seconds are from, as a clause."""
 
 
-@dataclass(frozen=True)
-class AssumedFailure:
-    """What it would be like."""
-
-    farthest: Tier | None
-    """The tier that the worst-off rank needs; None: training would begin from scratch."""
-    pods_lost: bool
-    spare: bool = False
-    """Spares wait for all that are lost."""
-    carry_seconds: float = 0.0
-    """For a worker's state on its way from that tier, by its size."""
-
-
-def estimate(past: Sequence[PastRecovery], failure: AssumedFailure) -> Estimate:
-    """`past`: newest first."""
-    farthest, pods_lost = failure.farthest, failure.pods_lost
-    failures = [entry for entry in past if entry.cause not in _PLANNED]
-    kind = [entry for entry in failures if (entry.cause not in _IN_PLACE) is pods_lost]
-    alike = [entry for entry in kind if entry.farthest is farthest]
-    if alike:
-        first = f"as after {alike[0].cause} in attempt {alike[0].attempt}"
-        source = first if len(alike) == 1 else f"the median of its last {len(alike)} recoveries like that"
-        return Estimate(median(entry.total for entry in alike), True, source)
-    restored = [entry for entry in past if entry.farthest is farthest and farthest is not None]
-    detect = _usual((entry.detect for entry in kind), _DETECT)
-    restore = _usual((entry.restore for entry in restored), _guessed_restore(failure))
-    start = _usual((entry.start for entry in past), _START_ANEW if pods_lost else _START_IN_PLACE)
-    if past:
-        those = (
-            "its only recovery, which was not"
-            if len(past) == 1
-            else f"its last {len(past)} recoveries, none of which was"
-        )
-        source = f"an estimate from the parts of {those} like that"
+def estimate(
+    past: Sequence[MeasuredRecovery], usual: RecoveryTimes, kind: str, farthest: Tier | None, spared: bool
+) -> Estimate:
+    """`past`: newest first. `farthest`: the tier that the worst-off rank needs; None: training would begin
+    from scratch. `spared`: spares wait for all that are lost."""
+    times = measure(past, usual).times.of(kind)
+    alike = [
+        each.recovery
+        for each in past
+        if (each.kind == PROCESS) is (kind == PROCESS) and each.recovery.farthest is farthest
+    ]
+    if len(alike) == 1:
+        source = f"as after {alike[0].cause} in attempt {alike[0].attempt}"
+    elif alike:
+        source = f"by the means of its last {len(alike)} recoveries like that"
+    elif past:
+        those = "recovery, which was not" if len(past) == 1 else f"{len(past)} recoveries, none of which was"
+        source = f"an estimate from the parts of its last {those} like that"
     else:
         source = (
-            "a guess: it has not come back from anything yet; small jobs took so long on a cluster with "
+            "a guess: it has not come back from a failure yet; small jobs took so long on a cluster with "
             "the images at hand"
         )
-    return Estimate(detect + restore + start, False, source)
-
-
-def _usual(measured: Iterable[float], otherwise: float) -> float:
-    found = list(measured)
-    return median(found) if found else otherwise
-
-
-def _guessed_restore(failure: AssumedFailure) -> float:
-    tier = failure.farthest or Tier.LOCAL
-    if failure.spare and tier is not Tier.REMOTE:
-        usual = _SPARE
-    else:
-        usual = max(
-            _RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0
-        )  # new pods take their time
-    return usual + failure.carry_seconds
+    wait = 0.0 if kind == PROCESS else times.spare if spared else times.replace
+    restore = getattr(times.restore, farthest.value) if farthest is not None else 0.0
+    return Estimate(times.detect + wait + restore + times.restart, bool(alike), source)
 
 
 @dataclass(frozen=True)
 class LostMemory:
-    """`name`: what would be lost, for a sentence. `workers`: whose memory goes with it; none: a crash."""
+    """`name`: what would be lost, for a sentence. `workers`: whose memory goes with it; none: a crash.
+    `kind`: of KINDS."""
 
     name: str
     workers: frozenset[int]
+    kind: str
 
 
 def losses(
@@ -120,76 +95,64 @@ def losses(
     """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
     `pods`: worker by name of the pod. Raises CannotDo.
     """
+    named = _named_losses(layout, pods or {})
     if len(asked) == 1 and asked[0] in layout.topology.level_names:
-        return _each_domain(asked[0], layout)
-    parts = [_loss(entry, layout, pods or {}) for entry in asked]
+        if not named[asked[0]]:
+            raise CannotDo(f"the labels of the nodes do not say which {asked[0]} they are in")
+        return tuple(named[asked[0]].values())
+    parts = [_loss(entry, layout, named) for entry in asked]
     return (
         LostMemory(
-            " and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))
+            " and ".join(part.name for part in parts),
+            frozenset().union(*(part.workers for part in parts)),
+            max((part.kind for part in parts), key=KINDS.index),
         ),
     )
 
 
-def _each_domain(level: str, layout: JobLayout) -> tuple[LostMemory, ...]:
-    found = workers_by_domain(layout.sites, layout.topology, level)
-    if not found:
-        raise CannotDo(f"the labels of the nodes do not say which {level} they are in")
-    shared = len({short_name(domain) for domain in found}) < len(found)
-    return tuple(
-        LostMemory(f"{level} {domain if shared else short_name(domain)}", frozenset(workers))
-        for domain, workers in found.items()
-    )
+def _named_losses(layout: JobLayout, pods: Mapping[str, int]) -> dict[str, dict[str, LostMemory]]:
+    """By what stands before "=", then by what may stand after it."""
+    sites, levels = layout.sites, layout.topology.level_names
+    nodes: dict[str, list[int]] = {}
+    for site in sites:
+        nodes.setdefault(site.node, []).append(site.worker)
+    kinds: dict[str, tuple[str, Mapping[str, Sequence[int]]]] = {
+        "node": (NODE, nodes),
+        "pod": (POD, {pod: [worker] for pod, worker in pods.items()}),
+        "worker": (POD, {str(site.worker): [site.worker] for site in sites}),
+    }
+    for level in levels:
+        domains = workers_by_domain(sites, layout.topology, level)
+        # By the last part of its path, if that is only one's.
+        shared = len({short_name(path) for path in domains}) < len(domains)
+        named = domains if shared else {short_name(path): those for path, those in domains.items()}
+        kinds[level] = (NODE if level == levels[-1] else DOMAIN, named)
+    return {
+        word: {name: LostMemory(f"{word} {name}", frozenset(those), kind) for name, those in named.items()}
+        for word, (kind, named) in kinds.items()
+    }
 
 
-def _loss(asked: str, layout: JobLayout, pods: Mapping[str, int]) -> LostMemory:
-    kind, equals, name = asked.partition("=")
-    workers = [site.worker for site in layout.sites]
-    if not equals:
-        if kind == "crash":
-            return LostMemory("one training process", frozenset())
-        if kind == "all":
-            return LostMemory("every pod", frozenset(workers))
-        raise CannotDo(_usage(asked, layout), USAGE)
-    if kind == "worker":
-        if not name.isdigit() or int(name) not in workers:
-            raise CannotDo(f"there is no worker {name}: workers are 0 to {len(workers) - 1}", USAGE)
-        return LostMemory(f"worker {int(name)}", frozenset({int(name)}))
-    if kind == "pod":
-        if name not in pods:
-            raise CannotDo(
-                f'the job has no pod "{name}"; see: {program()} status {layout.name} --wide', USAGE
-            )
-        return LostMemory(f"pod {name}", frozenset({pods[name]}))
-    if kind == "node":
-        found = frozenset(site.worker for site in layout.sites if site.node == name)
-        if not found:
-            raise CannotDo(f'no worker is on a node "{name}"; see: {program()} plan {layout.name}', USAGE)
-        return LostMemory(f"node {name}", found)
-    if kind in layout.topology.level_names:
-        return _domain(kind, name, layout)
-    raise CannotDo(_usage(asked, layout), USAGE)
-
-
-def _domain(level: str, name: str, layout: JobLayout) -> LostMemory:
-    """By the whole path or by its last part, if that is only one's."""
-    domains = workers_by_domain(layout.sites, layout.topology, level)
-    found = [path for path in domains if name in (path, short_name(path))]
-    if len(found) > 1:
-        raise CannotDo(f"there are several of the name {name}: say which of {', '.join(found)}", USAGE)
-    if not found:
-        known = sorted({short_name(path) for path in domains})
-        there = (
-            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
-            if known
-            else "the labels name none"
+def _loss(asked: str, layout: JobLayout, named: Mapping[str, Mapping[str, LostMemory]]) -> LostMemory:
+    if asked == "crash":
+        return LostMemory("one training process", frozenset(), PROCESS)
+    if asked == "all":
+        return LostMemory("every pod", frozenset(site.worker for site in layout.sites), ALL)
+    word, equals, name = asked.partition("=")
+    if not equals or word not in named:
+        known = ", ".join(f"{each}=NAME" for each in named)
+        raise CannotDo(
+            f'"{asked}" is nothing that can be lost: say {known}, all or crash',
+            USAGE,
         )
-        raise CannotDo(f'no worker is in a {level} "{name}": {there}', USAGE)
-    return LostMemory(f"{level} {name}", frozenset(domains[found[0]]))
-
-
-def _usage(asked: str, layout: JobLayout) -> str:
-    levels = ", ".join(f"{level}=NAME" for level in layout.topology.level_names)
-    return f'"{asked}" is nothing that can be lost: say node=NAME, pod=NAME, worker=N, {levels}, all or crash'
+    found = [loss for path, loss in named[word].items() if name in (path, path.split("/")[-1])]
+    if len(found) != 1:
+        known = ", ".join([*named[word]][:8]) + (" ..." if len(named[word]) > 8 else "")
+        wrong = "there are several of" if found else "the job has no"
+        raise CannotDo(
+            f'{wrong} {word} "{name}": {f"there are {known}" if known else "none is known"}', USAGE
+        )
+    return found[0]
 
 
 def hit(loss: LostMemory, layout: JobLayout) -> str:
@@ -200,12 +163,6 @@ def hit(loss: LostMemory, layout: JobLayout) -> str:
     ranks = len(loss.workers) * layout.spec.procs_per_worker
     parts = [plural(len(nodes), "node"), plural(len(loss.workers), "worker")]
     return ", ".join([*parts, plural(ranks, "rank")] if ranks != len(loss.workers) else parts)
-
-
-_BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
-"""Bytes per second and worker."""
-_NO_DELTAS_EVERY, _DELTAS_EVERY = 50, 10
-"""Steps between snapshots where neither the spec nor the status says."""
 
 
 @dataclass(frozen=True)
@@ -311,8 +268,7 @@ def held_steps(layout: JobLayout, job: Mapping[str, Any] | None) -> HeldSteps:
             del held[Tier.REMOTE]
         return HeldSteps(int(step), held, step_seconds)
     deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else spec.deltas
-    usual = spec.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
-    every = checkpoint.get("snapshotEverySteps") or usual
+    every = checkpoint.get("snapshotEverySteps") or snapshot_steps(spec, deltas)
     saving = Saving(every, deltas, remote_every=spec.remote_every)
     newest = 100 * every + every // 2 + saving.peer_lag
     if spec.remote_every is not None:
@@ -327,11 +283,11 @@ def answer(
     loss: LostMemory, layout: JobLayout, state: HeldSteps, job: Mapping[str, Any] | None = None
 ) -> WhatIf:
     """`job`: None if it is only a plan."""
-    past = recoveries(job) if job is not None else ()
     found, spec = find_comeback(layout.placement, state, loss.workers), layout.spec
-    spare = 0 < len(loss.workers) <= spec.spares
+    past = measured_recoveries([job] if job is not None else [])
     size = (spec.state_size or 0) * spec.procs_per_worker
-    carry = size / _BANDWIDTH[found.farthest] if found.farthest in _BANDWIDTH else 0.0
+    usual = _SMALL_JOBS.carrying(size, PEER_BANDWIDTH, REMOTE_BANDWIDTH)
+    spared = len(loss.workers) <= spec.spares
     return WhatIf(
         loss=loss,
         state=state,
@@ -340,7 +296,7 @@ def answer(
             spec, len(layout.sites), len(loss.workers), job, from_scratch=found.farthest is None
         ),
         ranks={tier: len(those) * spec.procs_per_worker for tier, those in found.workers.items()},
-        without_training=estimate(past, AssumedFailure(found.farthest, bool(loss.workers), spare, carry)),
+        without_training=estimate(past, usual, loss.kind, found.farthest, spared),
         from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
     )
 

@@ -16,7 +16,14 @@ from tiercheck.protocol.encoding import Malformed, from_builtins
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, compute_placement, documents, policy_of
 from tiercheck_cli.simulate.play import exact_ettr
-from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario, times_of
+from tiercheck_cli.simulate.scenario import (
+    NO_STATE,
+    FailureRates,
+    RecoveryTimes,
+    Saving,
+    Scenario,
+    times_of,
+)
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.placement.problem import WorkerSite
@@ -174,7 +181,7 @@ def assume(
     )
     usual = RecoveryTimes()
     if spec.state_size is not None:
-        usual = RecoveryTimes.of_sizes(spec.state_size * spec.procs_per_worker, peer, remote)
+        usual = NO_STATE.carrying(spec.state_size * spec.procs_per_worker, peer, remote)
     times, measured = times_of(jobs, usual, said.of_every_recovery, layout.topology)
     pace = ((job.get("status") or {}).get("progress") or {}).get("stepSeconds")
     step_seconds = said.step_seconds or pace or STEP_SECONDS
@@ -286,20 +293,23 @@ def _count(key: str, value: str, least: int = 0) -> int:
     return int(value)
 
 
+def snapshot_steps(spec: JobSpec, deltas: bool) -> int:
+    """Steps between snapshots, by the size where it is known and the spec does not say."""
+    if spec.snapshot_every is None and not deltas:
+        return _SNAPSHOT_WITHOUT_DELTAS
+    size = spec.state_size or 0
+    return spec.snapshot_every or auto_cadence(size, size // _DELTA_PART) or _SNAPSHOT_UNKNOWN
+
+
 def saving(spec: JobSpec, assumed: Assumptions) -> Saving:
     """What is saved when, by the sizes where they are known."""
-    delta = (spec.state_size or 0) // _DELTA_PART
-    every = spec.snapshot_every
-    if every is None and not spec.deltas:
-        every = _SNAPSHOT_WITHOUT_DELTAS
-    every = every or auto_cadence(spec.state_size or 0, delta) or _SNAPSHOT_UNKNOWN
     size = (spec.state_size or 0) * spec.procs_per_worker
     way = assumed.times.restore.peer - assumed.times.restore.local
     # A delta is underway while the next step is trained; a snapshot as long as a copy takes.
     lag = way / _DELTA_PART if spec.deltas else way
     upload = assumed.times.restore.remote - assumed.times.restore.local if size else 0.0
     return Saving(
-        snapshot_every=every,
+        snapshot_every=snapshot_steps(spec, spec.deltas),
         deltas=spec.deltas,
         peer_lag=max(1, math.ceil(lag / assumed.step_seconds)) if size else 1,
         remote_every=spec.remote_every,

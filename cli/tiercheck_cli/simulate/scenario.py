@@ -10,7 +10,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.events import recoveries
+from tiercheck_cli.events import PastRecovery, recoveries
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import documents, workers_by_domain
 from tiercheck_operator.planning.placement.placement import Placement
@@ -63,13 +63,17 @@ class RecoveryTimes:
         """The same change of every kind's times."""
         return change(replace(self, kinds={kind: change(times) for kind, times in self.kinds.items()}))
 
-    @staticmethod
-    def of_sizes(worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
-        """With times to restore and to protect from a worker's snapshot bytes and bytes per second."""
+    def carrying(self, worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
+        """With what a worker's snapshot adds, by its bytes and bytes per second, to times without a state."""
         peer, remote = worker_bytes / peer_bandwidth, worker_bytes / remote_bandwidth
-        usual = RestoreSeconds()
-        restore = RestoreSeconds(usual.local, usual.local + peer, usual.local + remote)
-        return RecoveryTimes(protect=peer, restore=restore)
+        bare = self.restore
+        return replace(
+            self, protect=peer, restore=replace(bare, peer=bare.peer + peer, remote=bare.remote + remote)
+        )
+
+
+NO_STATE = RecoveryTimes(restore=RestoreSeconds(2.0, 2.0, 2.0))
+"""Of a state that takes no time on its way."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +159,8 @@ class MeasuredRecovery:
     """One that a status tells of. Seconds."""
 
     kind: str
-    tier: Tier | None
-    """The farthest that any rank needed; None: from scratch."""
-    detect: float
-    restore: float
-    """With the wait for new pods, where some were lost."""
+    recovery: PastRecovery
+    """Its restore is with the wait for new pods, where some were lost."""
     restart: float
     """Up to the beginning of the first new step."""
     spared: bool = False
@@ -245,9 +246,7 @@ def _read(job: Mapping[str, Any]) -> list[MeasuredRecovery]:
     step = max(0.0, float((status.get("progress") or {}).get("stepSeconds") or 0.0))
     spared = bool((status.get("spares") or {}).get("wanted") or spec.get("spares"))
     return [
-        MeasuredRecovery(
-            _KINDS[each.cause], each.farthest, each.detect, each.restore, max(0.0, each.start - step), spared
-        )
+        MeasuredRecovery(_KINDS[each.cause], each, max(0.0, each.start - step), spared)
         for each in recoveries(job)
         if each.cause in _KINDS
         and each.total
@@ -259,13 +258,14 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
     """Means over the recoveries of each kind; `usual` where there are none to tell."""
     by_kind = {kind: [each for each in told if each.kind == kind] for kind in KINDS}
     derived: list[str] = []
-    in_place = [each.restore for each in by_kind[PROCESS] if each.tier is Tier.LOCAL]
+    in_place = [each.recovery.restore for each in by_kind[PROCESS] if each.recovery.farthest is Tier.LOCAL]
     local = fmean(in_place) if in_place else usual.restore.local
     if not in_place:
         derived.append(f"restore from own memory: {local:.3g} s, assumed")
     # A peer's copy has a way to go; no longer than the shortest restore from a peer that was seen.
     carried = max(0.0, usual.restore.peer - usual.restore.local)
-    peer = min([local + carried, *(each.restore for each in told if each.tier is Tier.PEER)])
+    seen = [each.recovery.restore for each in told if each.recovery.farthest is Tier.PEER]
+    peer = min([local + carried, *seen])
     waits = {
         (kind, spared): fmean(found)
         for kind in KINDS[1:]
@@ -274,9 +274,9 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
     }
     remote = usual.restore.remote
     far = [
-        max(local, each.restore - _wait(each.kind, each.spared, waits))
+        max(local, each.recovery.restore - _wait(each.kind, each.spared, waits))
         for each in told
-        if each.tier is Tier.REMOTE
+        if each.recovery.farthest is Tier.REMOTE
     ]
     if far:
         remote = fmean(far)
@@ -285,10 +285,10 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
     kinds = {}
     for kind in KINDS:
         own = by_kind[kind]
-        like = next((each for each in (kind, *_ALIKE[kind]) if by_kind[each]), None)
+        like = next((each for each in (kind, *_ALIKE[kind], *KINDS) if by_kind[each]), None)
         restart = fmean(each.restart for each in by_kind[like]) if like else usual.restart
         noticed = own or by_kind.get(_SILENT_LIKE.get(kind, ""), [])
-        detect = fmean(each.detect for each in noticed) if noticed else usual.detect
+        detect = fmean(each.recovery.detect for each in noticed) if noticed else usual.detect
         successor = _wait(kind, False, waits, usual.replace)
         kinds[kind] = replace(
             usual,
@@ -318,9 +318,9 @@ def _waits(found: Sequence[MeasuredRecovery], spared: bool, local: float, peer: 
     """For successors, as far as a restore from memory tells."""
     taken = {Tier.LOCAL: local, Tier.PEER: peer}
     return [
-        max(0.0, each.restore - taken[each.tier])
+        max(0.0, each.recovery.restore - taken[tier])
         for each in found
-        if each.spared is spared and each.tier in taken and each.tier is not None
+        if each.spared is spared and (tier := each.recovery.farthest) in taken and tier is not None
     ]
 
 

@@ -10,19 +10,12 @@ import pytest
 from tests.cli import recorded
 from tests.cli.shown import FakeCluster, matches, rendered
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.events import PastRecovery, recoveries
+from tiercheck_cli.events import recoveries
 from tiercheck_cli.explain.command import what_if_screen, why_screen
-from tiercheck_cli.explain.what_if import (
-    AssumedFailure,
-    Estimate,
-    WhatIf,
-    answer,
-    estimate,
-    held_steps,
-    losses,
-)
+from tiercheck_cli.explain.what_if import Estimate, WhatIf, answer, held_steps, losses
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import layout_of, made_up_nodes, plan_layout, read_job
+from tiercheck_cli.simulate.scenario import RecoveryTimes, measure, measured_recoveries
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -81,7 +74,9 @@ def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
     assert found.comeback.farthest is Tier.PEER
     assert (found.comeback.step, found.lost_steps) == (12479, 1)
     assert found.from_whom == {1: (0,), 5: (4,)}
-    assert found.without_training == Estimate(47.3, True, "as after NodeLost in attempt 5")
+    time = found.without_training
+    assert (time.measured, time.source) == (True, "as after NodeLost in attempt 5")
+    assert time.seconds == pytest.approx(47.3 - 1.91)  # the first step is training
 
 
 @pytest.mark.parametrize("asked", ["worker=2", "pod=gpt-large-2-1", "node=node-2", "host=node-2"])
@@ -174,90 +169,99 @@ def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> 
 # How long it would take.
 
 
-def past(*entries: tuple[str, str, float, float, float]) -> tuple[PastRecovery, ...]:
-    """Recoveries, newest first: cause, farthest tier, and seconds of their three parts."""
-    return tuple(
-        PastRecovery(
-            attempt=len(entries) - index + 1,
-            cause=cause,
-            message="",
-            reason="",
-            step=10,
-            lost_steps=0,
-            tiers={"local": 3, tier: 1},
-            deltas=0,
-            rebuilt=0,
-            detect=detect,
-            restore=restore,
-            total=detect + restore + start,
-            ended=None,
-        )
+def timed(*entries: tuple[str, str, float, float, float], **spec: Any) -> dict[str, Any]:
+    """The job after these recoveries, newest first: cause, farthest tier, and seconds of their three parts up
+    to the first step's beginning."""
+    job = recorded.job()
+    del job["status"]["lastRecovery"]
+    job["spec"] |= spec
+    job["status"]["progress"]["stepSeconds"] = 2.0
+    job["status"]["recoveries"] = [
+        {
+            "attempt": len(entries) - index + 1, "cause": cause, "tiers": {"local": 3, tier: 1},
+            "detectSeconds": detect, "restoreSeconds": restore,
+            "totalSeconds": detect + restore + start + 2.0,
+        }
         for index, (cause, tier, detect, restore, start) in enumerate(entries)
-    )
+    ]  # fmt: skip
+    return job
 
 
-@pytest.mark.parametrize("farthest", [None, Tier.LOCAL, Tier.PEER, Tier.REMOTE])
-@pytest.mark.parametrize("pods_lost", [True, False])
-@pytest.mark.parametrize("spare", [True, False])
+SMALL = {"checkpoint": {"stateSize": "1"}}
+WITH_SPARES = {**SMALL, "spares": 8}
+
+
+@pytest.mark.parametrize("asked", ["crash", "worker=2", "node=node-2", "rack=rack-1", "zone=zone-a", "all"])
+@pytest.mark.parametrize("spec", [SMALL, WITH_SPARES])
 def test_job_that_never_came_back_gets_a_guess_of_what_real_recoveries_take_and_is_told_so(
-    farthest: Tier | None, pods_lost: bool, spare: bool
+    asked: str, spec: dict[str, Any]
 ) -> None:
     """It said 5m45s where 15 to 60 s were measured."""
-    found = estimate((), AssumedFailure(farthest, pods_lost, spare))
-    assert 15 <= found.seconds <= 60
-    assert not found.measured
-    assert found.source.startswith("a guess")
+    (found,) = answers(asked, job=timed(**spec))
+    assert 15 <= found.without_training.seconds <= 60
+    assert not found.without_training.measured
+    assert found.without_training.source.startswith("a guess")
 
 
-def test_recoveries_of_the_same_kind_answer_by_their_median() -> None:
-    known = past(
-        ("PodDeleted", "peer", 1, 9, 20), ("NodeSilent", "peer", 8, 10, 22),
-        ("PodEvicted", "peer", 1, 60, 29),
+def test_a_spare_saves_the_wait_for_a_pod() -> None:
+    anew, spared = (answers("worker=2", job=timed(**spec))[0] for spec in (SMALL, WITH_SPARES))
+    assert spared.without_training.seconds < anew.without_training.seconds
+
+
+def test_recoveries_of_the_same_kind_answer_as_a_simulation_takes_them() -> None:
+    job = timed(
+        ("PodDeleted", "peer", 1, 9, 20), ("PodEvicted", "peer", 3, 13, 24),
+        ("NodeSilent", "peer", 8, 10, 22),
         ("TrainerCrash", "local", 0, 2, 15), ("AllPodsLost", "remote", 1, 30, 30),
     )  # fmt: skip
-    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)) == Estimate(
-        40, True, "the median of its last 3 recoveries like that"
+    pod, node, crash, everything = (
+        answers(asked, job=job)[0].without_training for asked in ("worker=2", "node=node-2", "crash", "all")
     )
-    assert estimate(known, AssumedFailure(Tier.LOCAL, pods_lost=False)).seconds == 17
-    assert (
-        estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).source
-        == "as after AllPodsLost in attempt 2"
+    assert (pod.seconds, pod.source) == (35, "by the means of its last 3 recoveries like that")
+    assert node == Estimate(40, True, pod.source)
+    assert crash == Estimate(17, True, "as after TrainerCrash in attempt 3")
+    assert everything.source == "as after AllPodsLost in attempt 2"
+    assert everything.seconds == pytest.approx(61, abs=0.1)
+    simulated = measure(measured_recoveries([job]), RecoveryTimes()).times.of("node")
+    assert node.seconds == pytest.approx(
+        simulated.detect + simulated.replace + simulated.restore.peer + simulated.restart
     )
 
 
 def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> None:
     """Its script takes two minutes to its first step, whatever it comes back from."""
-    known = past(("TrainerCrash", "local", 0, 2, 120), ("OOMKilled", "local", 0, 2, 122))
-    found = estimate(known, AssumedFailure(Tier.PEER, pods_lost=True))
-    assert 121 < found.seconds < 150
-    assert (found.measured, found.source) == (
+    job = timed(("TrainerCrash", "local", 0, 2, 120), ("OOMKilled", "local", 0, 2, 122), **SMALL)
+    time = answers("worker=2", job=job)[0].without_training
+    assert 121 < time.seconds < 150
+    assert (time.measured, time.source) == (
         False,
         "an estimate from the parts of its last 2 recoveries, none of which was like that",
     )
 
 
 def test_resuming_a_job_says_nothing_about_how_fast_a_loss_is_noticed() -> None:
-    known = past(("Resumed", "remote", 0, 500, 20))
-    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)).seconds < 60
-    assert estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).seconds > 500
+    time = answers("worker=2", job=timed(("Resumed", "remote", 0, 500, 20), **SMALL))[0].without_training
+    assert time.seconds < 60
 
 
 def test_state_that_is_large_takes_its_time_on_the_way() -> None:
     small, large = (
-        estimate((), AssumedFailure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200)
+        answers("all", job=timed(checkpoint={"stateSize": size}))[0].without_training.seconds
+        for size in ("1", "5000Mi")
     )
-    assert large == small + 200
+    assert large == pytest.approx(small + 8 * 5000 / 200, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        ("rack=r9", 'no worker is in a rack "r9": there are rack-0, rack-1, rack-2, rack-3'),
-        ("worker=8", "there is no worker 8: workers are 0 to 7"),
-        ("worker=x", "there is no worker x"),
-        ("node=node-77", 'no worker is on a node "node-77"; see: tiercheck plan gpt-large'),
-        ("pod=gpt-large-2-0", 'the job has no pod "gpt-large-2-0"'),
-        ("lunch", '"lunch" is nothing that can be lost'),
+        ("rack=r9", 'the job has no rack "r9": there are rack-0, rack-1, rack-2, rack-3'),
+        ("worker=8", 'the job has no worker "8": there are 0, 1, 2, 3, 4, 5, 6, 7'),
+        ("worker=x", 'the job has no worker "x"'),
+        ("node=node-77", 'the job has no node "node-77": there are node-0, node-1'),
+        ("pod=gpt-large-2-0", 'the job has no pod "gpt-large-2-0": there are gpt-large-0-0'),
+        ("lunch", '"lunch" is nothing that can be lost: say node=NAME, pod=NAME, worker=NAME, zone=NAME'),
+        ("lunch=3", '"lunch=3" is nothing that can be lost'),
     ],
 )
 def test_what_cannot_be_lost_is_refused_with_what_can(asked: str, complaint: str) -> None:
