@@ -14,6 +14,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import (
+    PHASES,
     Context,
     Kubeconfig,
     Namespace,
@@ -72,6 +73,11 @@ class PastRecovery:
     def start(self) -> float:
         """From the state's being there to the first new step."""
         return max(0.0, self.total - self.detect - self.restore)
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds of each of PHASES."""
+        return self.detect, self.restore, self.start
 
     @property
     def farthest(self) -> Tier | None:
@@ -214,6 +220,19 @@ def events_table(told: Sequence[Happening], now: float | None = None, heading: b
         row = [Text(clock(entry.at)), Text(entry.reason, style=style), Text(entry.message + again)]
         table.add_row(*row, *([] if now is None else [Text(age(max(0.0, now - entry.at)))]))
     return table
+
+
+def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
+    """Its phases as a bar; `longest` seconds take all the columns."""
+    bar = Text()
+    total = 0.0
+    drawn = 0
+    for (_, colour), seconds in zip(PHASES, entry.parts, strict=True):
+        total += seconds
+        end = round(total / longest * columns)
+        bar.append("█" * (end - drawn), style=colour)
+        drawn = end
+    return bar if drawn else Text("▏", style=PHASES[-1][1])
 
 
 def _look(cluster: Cluster, job: str) -> tuple[Happening, ...]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events import PastRecovery, recoveries
+from tiercheck_cli.events import PastRecovery, recoveries, recovery_bar
 from tiercheck_cli.explain.what_if import (
     ProcessForecast,
     WhatIf,
@@ -262,24 +262,10 @@ def _where_from(entry: PastRecovery) -> Table:
 
 def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
     """The phases to scale, with their names and how long each took below."""
-    parts = [
-        (word, seconds, colour)
-        for (word, seconds), (_, colour) in zip(
-            (("noticed", entry.detect), ("restored", entry.restore), ("first step", entry.start)),
-            PHASES,
-            strict=True,
-        )
-    ]
-    bar, labels = Text("  "), Text("  ")
-    drawn, elapsed = 0, 0.0
-    for word, seconds, colour in parts:
-        elapsed += seconds
-        end = round(elapsed / (entry.total or 1.0) * columns)
-        wide = max(0, end - drawn)
-        bar.append("━" * wide, style=colour)
-        drawn = max(drawn, end)
-        labels.append(f"{word} {short(seconds)}   ", style=colour)
-    return [bar, labels]
+    labels = Text("  ")
+    for (words, colour), seconds in zip(PHASES, entry.parts, strict=True):
+        labels.append(f"{words} {short(seconds)}   ", style=colour)
+    return [Text("  ").append(recovery_bar(entry, entry.total or 1.0, columns)), labels]
 
 
 def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], width: int) -> Group:

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events import EXACT_WORDS, PastRecovery
+from tiercheck_cli.events import EXACT_WORDS, PastRecovery, recovery_bar
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import levels_in, node_labels, planned_spec
 from tiercheck_cli.status.view import (
@@ -26,7 +26,6 @@ from tiercheck_cli.status.view import (
     worker_views,
 )
 from tiercheck_cli.terminal import (
-    PHASE_WORDS,
     PHASES,
     TIER_COLOURS,
     Context,
@@ -324,22 +323,9 @@ def _recoveries(view: StatusView, width: int) -> Group:
             recovery_bar(entry, longest, bar),
         )
     legend = Text("  ")
-    for phase, colour in PHASES:
-        legend.append("█ ", style=colour).append(f"{PHASE_WORDS[phase]}  ", style="dim")
+    for words, colour in PHASES:
+        legend.append("█ ", style=colour).append(f"{words}  ", style="dim")
     return Group(table, legend)
-
-
-def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
-    """Its phases as a bar; `longest` seconds take all the columns."""
-    bar = Text()
-    total = 0.0
-    drawn = 0
-    for (_, colour), seconds in zip(PHASES, (entry.detect, entry.restore, entry.start), strict=True):
-        total += seconds
-        end = round(total / longest * columns)
-        bar.append("█" * (end - drawn), style=colour)
-        drawn = end
-    return bar if drawn else Text("▏", style=PHASES[-1][1])
 
 
 def _workers(members: Sequence[WorkerView], levels: Sequence[str]) -> Table:
