@@ -75,11 +75,6 @@ class PastRecovery:
         return max(0.0, self.total - self.detect - self.restore)
 
     @property
-    def parts(self) -> tuple[float, float, float]:
-        """Seconds of each of PHASES."""
-        return self.detect, self.restore, self.start
-
-    @property
     def farthest(self) -> Tier | None:
         """The tier that the worst-off rank needed; None: training began from scratch."""
         return next(
@@ -227,12 +222,12 @@ def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
     bar = Text()
     total = 0.0
     drawn = 0
-    for (_, colour), seconds in zip(PHASES, entry.parts, strict=True):
-        total += seconds
+    for part, _, colour in PHASES:
+        total += getattr(entry, part)
         end = round(total / longest * columns)
         bar.append("█" * (end - drawn), style=colour)
         drawn = end
-    return bar if drawn else Text("▏", style=PHASES[-1][1])
+    return bar if drawn else Text("▏", style=PHASES[-1][2])
 
 
 def _look(cluster: Cluster, job: str) -> tuple[Happening, ...]:

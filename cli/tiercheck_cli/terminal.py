@@ -51,8 +51,12 @@ OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="How to wri
 
 # Okabe and Ito's colours, which colour-blind people can tell apart: one for each meaning, in pictures too.
 TIER_COLOURS = {"local": "#009E73", "peer": "#0072B2", "remote": "#CC79A7"}
-PHASES = (("noticed", "#999999"), ("state restored", "#E69F00"), ("first new step", "#56B4E9"))
-"""The parts of a recovery, in order of time."""
+PHASES = (
+    ("detect", "noticed", "#999999"),
+    ("restore", "state restored", "#E69F00"),
+    ("start", "first new step", "#56B4E9"),
+)
+"""The parts of a recovery, in order of time: name, words for people, colour."""
 
 _PIPE_WIDTH = 120
 """Columns where there is no terminal, unless $COLUMNS says."""

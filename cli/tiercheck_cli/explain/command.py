@@ -263,8 +263,8 @@ def _where_from(entry: PastRecovery) -> Table:
 def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
     """The phases to scale, with their names and how long each took below."""
     labels = Text("  ")
-    for (words, colour), seconds in zip(PHASES, entry.parts, strict=True):
-        labels.append(f"{words} {short(seconds)}   ", style=colour)
+    for part, words, colour in PHASES:
+        labels.append(f"{words} {short(getattr(entry, part))}   ", style=colour)
     return [Text("  ").append(recovery_bar(entry, entry.total or 1.0, columns)), labels]
 
 

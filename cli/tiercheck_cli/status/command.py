@@ -323,7 +323,7 @@ def _recoveries(view: StatusView, width: int) -> Group:
             recovery_bar(entry, longest, bar),
         )
     legend = Text("  ")
-    for words, colour in PHASES:
+    for _, words, colour in PHASES:
         legend.append("█ ", style=colour).append(f"{words}  ", style="dim")
     return Group(table, legend)
 

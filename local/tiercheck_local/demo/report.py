@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tiercheck_cli.events import EXACT_WORDS
 from tiercheck_cli.plan.command import new_figure, remove_frame, svg_of
-from tiercheck_cli.terminal import PHASE_WORDS, PHASES, short
+from tiercheck_cli.terminal import PHASES, short
 from tiercheck_local.demo.record import FaultRecord, RunRecord
 from tiercheck_operator.model.conditions import plural
 
@@ -207,9 +207,9 @@ def _draw_loss(axes: Any, record: RunRecord) -> None:
 
 def _draw_recoveries(axes: Any, faults: Sequence[FaultRecord]) -> None:
     begins = [0.0] * len(faults)
-    for phase, colour in PHASES:
+    for phase, words, colour in PHASES:
         lengths = [float(getattr(fault, f"{phase}_seconds")) for fault in faults]
-        axes.barh(range(len(faults)), lengths, 0.6, left=begins, color=colour, label=PHASE_WORDS[phase])
+        axes.barh(range(len(faults)), lengths, 0.6, left=begins, color=colour, label=words)
         begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     for row, total in enumerate(begins):
         axes.annotate(short(total), (total, row), (4, 0), textcoords="offset points", va="center")
