@@ -95,11 +95,12 @@ def losses(
     """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
     `pods`: worker by name of the pod. Raises CannotDo.
     """
-    named = _named_losses(layout, pods or {})
-    if len(asked) == 1 and asked[0] in layout.topology.level_names:
-        if not named[asked[0]]:
+    domains = _domain_losses(layout)
+    if len(asked) == 1 and asked[0] in domains:
+        if not domains[asked[0]]:
             raise CannotDo(f"the labels of the nodes do not say which {asked[0]} they are in")
-        return tuple(named[asked[0]].values())
+        return tuple(domains[asked[0]].values())
+    named = domains | _single_losses(layout, pods or {})
     parts = [_loss(entry, layout, named) for entry in asked]
     return (
         LostMemory(
@@ -110,26 +111,34 @@ def losses(
     )
 
 
-def _named_losses(layout: JobLayout, pods: Mapping[str, int]) -> dict[str, dict[str, LostMemory]]:
-    """By what stands before "=", then by what may stand after it."""
-    sites, levels = layout.sites, layout.topology.level_names
-    nodes: dict[str, list[int]] = {}
-    for site in sites:
-        nodes.setdefault(site.node, []).append(site.worker)
-    kinds: dict[str, tuple[str, Mapping[str, Sequence[int]]]] = {
-        "node": (NODE, nodes),
-        "pod": (POD, {pod: [worker] for pod, worker in pods.items()}),
-        "worker": (POD, {str(site.worker): [site.worker] for site in sites}),
-    }
-    for level in levels:
-        domains = workers_by_domain(sites, layout.topology, level)
-        # By the last part of its path, if that is only one's.
-        shared = len({short_name(path) for path in domains}) < len(domains)
-        named = domains if shared else {short_name(path): those for path, those in domains.items()}
-        kinds[level] = (NODE if level == levels[-1] else DOMAIN, named)
+def _domain_losses(layout: JobLayout) -> dict[str, dict[str, LostMemory]]:
+    """By level, then by the path of the domain."""
+    host = layout.topology.level_names[-1]
     return {
-        word: {name: LostMemory(f"{word} {name}", frozenset(those), kind) for name, those in named.items()}
-        for word, (kind, named) in kinds.items()
+        level: _losses_of(
+            level, NODE if level == host else DOMAIN, workers_by_domain(layout.sites, layout.topology, level)
+        )
+        for level in layout.topology.level_names
+    }
+
+
+def _single_losses(layout: JobLayout, pods: Mapping[str, int]) -> dict[str, dict[str, LostMemory]]:
+    """By what stands before "=", then by what stands after it."""
+    nodes: dict[str, list[int]] = {}
+    for site in layout.sites:
+        nodes.setdefault(site.node, []).append(site.worker)
+    return {
+        "node": _losses_of("node", NODE, nodes),
+        "pod": _losses_of("pod", POD, {pod: [worker] for pod, worker in pods.items()}),
+        "worker": _losses_of("worker", POD, {str(site.worker): [site.worker] for site in layout.sites}),
+    }
+
+
+def _losses_of(word: str, kind: str, found: Mapping[str, Sequence[int]]) -> dict[str, LostMemory]:
+    shared = len(set(map(short_name, found))) < len(found)
+    return {
+        path: LostMemory(f"{word} {path if shared else short_name(path)}", frozenset(workers), kind)
+        for path, workers in found.items()
     }
 
 
@@ -141,18 +150,14 @@ def _loss(asked: str, layout: JobLayout, named: Mapping[str, Mapping[str, LostMe
     word, equals, name = asked.partition("=")
     if not equals or word not in named:
         known = ", ".join(f"{each}=NAME" for each in named)
-        raise CannotDo(
-            f'"{asked}" is nothing that can be lost: say {known}, all or crash',
-            USAGE,
-        )
-    found = [loss for path, loss in named[word].items() if name in (path, path.split("/")[-1])]
+        raise CannotDo(f'"{asked}" is nothing that can be lost: say {known}, all or crash', USAGE)
+    found = [path for path in named[word] if name in (path, short_name(path))]
     if len(found) != 1:
-        known = ", ".join([*named[word]][:8]) + (" ..." if len(named[word]) > 8 else "")
-        wrong = "there are several of" if found else "the job has no"
-        raise CannotDo(
-            f'{wrong} {word} "{name}": {f"there are {known}" if known else "none is known"}', USAGE
-        )
-    return found[0]
+        others = found or list(dict.fromkeys(map(short_name, named[word])))
+        known = ", ".join(others[:8]) + (" ..." if len(others) > 8 else "")
+        wrong = "there are several of the name" if found else "the job has no"
+        raise CannotDo(f'{wrong} {word} "{name}": {known or "none is known"}', USAGE)
+    return named[word][found[0]]
 
 
 def hit(loss: LostMemory, layout: JobLayout) -> str:

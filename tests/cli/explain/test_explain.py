@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiercheck_cli.events import recoveries
 from tiercheck_cli.explain.command import what_if_screen, why_screen
 from tiercheck_cli.explain.what_if import Estimate, WhatIf, answer, held_steps, losses
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.layout import layout_of, made_up_nodes, plan_layout, read_job
+from tiercheck_cli.layout import RACK_LABEL, layout_of, made_up_nodes, plan_layout, read_job
 from tiercheck_cli.simulate.scenario import RecoveryTimes, measure, measured_recoveries
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -83,6 +84,26 @@ def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
 def test_a_worker_can_be_named_by_its_pod_and_by_its_node(asked: str) -> None:
     (found,) = answers(asked)
     assert found.loss.workers == {2}
+
+
+@pytest.mark.parametrize("asked", ["rack=rack-1", "rack=zone-a/rack-1"])
+def test_a_domain_can_be_named_by_its_path_and_by_its_last_part(asked: str) -> None:
+    (found,) = answers(asked)
+    assert found.loss.name == "rack rack-1"
+    assert found.loss.workers == {1, 5}
+
+
+def test_domains_of_one_name_are_told_apart_by_their_paths() -> None:
+    nodes = made_up_nodes("2x2x2")
+    alike = tuple(
+        replace(node, labels={**node.labels, RACK_LABEL: f"rack-{index // 2 % 2}"})
+        for index, node in enumerate(nodes.nodes)
+    )
+    layout = plan_layout(read_job(str(EXAMPLES / "realistic.yaml")), replace(nodes, nodes=alike))
+    paths = ["zone-0/rack-0", "zone-0/rack-1", "zone-1/rack-0", "zone-1/rack-1"]
+    assert [loss.name for loss in losses(["rack"], layout)] == [f"rack {path}" for path in paths]
+    with pytest.raises(CannotDo, match=r"several .*: zone-0/rack-1, zone-1/rack-1"):
+        losses(["rack=rack-1"], layout)
 
 
 def test_a_worker_and_its_only_holder_at_once_need_the_remote_tier() -> None:
@@ -255,12 +276,15 @@ def test_state_that_is_large_takes_its_time_on_the_way() -> None:
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        ("rack=r9", 'the job has no rack "r9": there are rack-0, rack-1, rack-2, rack-3'),
-        ("worker=8", 'the job has no worker "8": there are 0, 1, 2, 3, 4, 5, 6, 7'),
+        ("rack=r9", 'the job has no rack "r9": rack-0, rack-1, rack-2, rack-3'),
+        ("worker=8", 'the job has no worker "8": 0, 1, 2, 3, 4, 5, 6, 7'),
         ("worker=x", 'the job has no worker "x"'),
-        ("node=node-77", 'the job has no node "node-77": there are node-0, node-1'),
-        ("pod=gpt-large-2-0", 'the job has no pod "gpt-large-2-0": there are gpt-large-0-0'),
-        ("lunch", '"lunch" is nothing that can be lost: say node=NAME, pod=NAME, worker=NAME, zone=NAME'),
+        ("node=node-77", 'the job has no node "node-77": node-0, node-1'),
+        ("pod=gpt-large-2-0", 'the job has no pod "gpt-large-2-0": gpt-large-0-0'),
+        (
+            "lunch",
+            '"lunch" is nothing that can be lost: say zone=NAME, rack=NAME, host=NAME, node=NAME, pod=NAME',
+        ),
         ("lunch=3", '"lunch=3" is nothing that can be lost'),
     ],
 )
