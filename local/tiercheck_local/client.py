@@ -8,8 +8,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -33,19 +32,9 @@ _OUTDATED = {404, 409}
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The complete collection: what is not in it is gone."""
-
-    items: tuple[Object, ...]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """One change. `kind` is ADDED, MODIFIED or DELETED."""
-
-    kind: str
-    object: Object
+News = tuple[str, Object]
+"""ADDED, MODIFIED or DELETED, and the object; or LISTED, and the complete collection: what is not in it is
+gone."""
 
 
 class Client(ApiClient):
@@ -91,11 +80,11 @@ class Client(ApiClient):
 
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> AsyncIterator[Listing | Changed]:
-        """The collection, then every change, for ever. A new Listing follows whenever one may be missed. An
+    ) -> AsyncIterator[News]:
+        """The collection, then every change, for ever. It is listed anew whenever one may be missed. An
         API server that is away is waited for."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
-        news: asyncio.Queue[Listing | Changed | BaseException] = asyncio.Queue()
+        news: asyncio.Queue[News | BaseException] = asyncio.Queue()
 
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
@@ -119,12 +108,12 @@ class Client(ApiClient):
             stop.set()
 
 
-def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterator[Listing | Changed]:
+def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterator[News]:
     pause = 0.1
     while True:
         try:
             answer = server.request("GET", f"{path}?{urlencode(selected)}")
-            yield Listing(tuple(answer["items"]))
+            yield "LISTED", answer
             pause = 0.1
             yield from _watch(server, path, selected, answer["metadata"]["resourceVersion"])
         except ApiFailure as failure:
@@ -134,7 +123,7 @@ def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterat
         pause = min(2.0, pause * 2)
 
 
-def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[Changed]:
+def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[News]:
     """Changes after `version`; resumes when the server ends a watch, returns when it forgot (410)."""
     asked = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS), **selected}
     while True:
@@ -147,7 +136,7 @@ def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: s
                 raise ApiFailure(int(found.get("code", 500)), found.get("message", ""))
             version = found["metadata"]["resourceVersion"]
             if event["type"] != "BOOKMARK":
-                yield Changed(event["type"], found)
+                yield event["type"], found
 
 
 class Cache:
@@ -175,22 +164,22 @@ class Cache:
 
     async def run(self) -> None:
         """Never returns. Raises ApiFailure if the collection cannot be watched at all."""
-        async for news in self._client.follow(self.resource, self._namespace, fields=self._fields):
-            if isinstance(news, Listing):
-                self._replace(news)
-            elif news.kind == "DELETED":
-                self.objects.pop(news.object["metadata"]["uid"], None)
-                self._on_change("DELETED", news.object)
+        async for kind, found in self._client.follow(self.resource, self._namespace, fields=self._fields):
+            if kind == "LISTED":
+                self._replace(found["items"])
+            elif kind == "DELETED":
+                self.objects.pop(found["metadata"]["uid"], None)
+                self._on_change("DELETED", found)
             else:
-                self._put(news.object)
+                self._put(found)
 
-    def _replace(self, news: Listing) -> None:
-        present = {item["metadata"]["uid"] for item in news.items}
+    def _replace(self, items: Sequence[Object]) -> None:
+        present = {item["metadata"]["uid"] for item in items}
         gone = [self.objects.pop(uid) for uid in set(self.objects) - present]
         self.synced = True
         for item in gone:
             self._on_change("DELETED", item)
-        for item in news.items:
+        for item in items:
             self._put(item)
         self._on_sync()
 

@@ -226,9 +226,7 @@ class Faults:
         path = self._armed(whose)
         path.unlink(missing_ok=True)  # what was armed before must not find its strikes forgotten
         Path(f"{path}{STRUCK}").unlink(missing_ok=True)
-        fresh = path.with_name(f".{path.name}")
-        fresh.write_text(f"{arming}\n")
-        os.replace(fresh, path)
+        markers.replace_file(path, f"{arming}\n")
 
     def disarm(self, whose: str) -> None:
         self._armed(whose).unlink(missing_ok=True)

@@ -86,9 +86,12 @@ def start_child(
 
 def stop_child(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
     """SIGTERM, then SIGKILL after `seconds`. Nothing happens if it has ended."""
-    if process.poll() is not None:
-        return
     process.terminate()
+    await_end(process, seconds)
+
+
+def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Waits for a process that was asked to end, and kills it after `seconds`."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -120,11 +123,15 @@ def write_kubeconfig(path: Path, server: str, token: str = "", ca: bytes = b"") 
             {"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT, "namespace": "default"}}
         ],
     }
-    temporary = path.with_suffix(".tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        yaml.safe_dump(config, file, sort_keys=False)
-    temporary.rename(path)
+    write_private(path.with_suffix(".tmp"), yaml.safe_dump(config, sort_keys=False).encode()).rename(path)
+
+
+def write_private(path: Path, content: bytes) -> Path:
+    """Writes a file that only its owner can read, and returns its path."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    return path
 
 
 class ControlPlaneFailed(RuntimeError):
@@ -233,7 +240,7 @@ class RealControlPlane(ControlPlane):
         (port,) = free_ports(1)
         url = f"https://127.0.0.1:{port}"
         token = secrets.token_urlsafe(24)
-        self._write_private("tokens.csv", f'{token},admin,admin-uid,"system:masters"\n'.encode())
+        write_private(self._directory / "tokens.csv", f'{token},admin,admin-uid,"system:masters"\n'.encode())
         key, public = self._signing_keys()
         certificates = self._directory / "certs"
         log = self._directory / "kube-apiserver.log"
@@ -258,16 +265,10 @@ class RealControlPlane(ControlPlane):
         """The key pair that service account tokens would be signed with; the server insists on one."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        private = self._write_private("service-account.key", key.private_bytes(*form))
+        private = write_private(self._directory / "service-account.key", key.private_bytes(*form))
         shape = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-        return private, self._write_private("service-account.pub", key.public_key().public_bytes(*shape))
-
-    def _write_private(self, name: str, content: bytes) -> Path:
-        path = self._directory / name
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        return path
+        public = key.public_key().public_bytes(*shape)
+        return private, write_private(self._directory / "service-account.pub", public)
 
 
 def _answers(url: str, ca: Path | None = None, token: str = "") -> bool:

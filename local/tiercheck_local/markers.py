@@ -108,8 +108,13 @@ def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, st
 
 def write_cuts(path: Path, pairs: Iterable[frozenset[str]]) -> None:
     """Replace what is cut: pairs of addresses."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text("".join(" ".join(sorted(pair)) + "\n" for pair in pairs))
+    replace_file(path, "".join(" ".join(sorted(pair)) + "\n" for pair in pairs))
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Writes a file that other processes read: they find all of it, or what was there."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(content)
     os.replace(fresh, path)
 
 

@@ -21,7 +21,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck_cli.cluster import open_local
 from tiercheck_local import markers
 from tiercheck_local.controllers.scheduler import ready_status
-from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.controlplane import ControlPlane, await_end, open_control_plane, tail_of
 from tiercheck_local.markers import Octet, free_ports
 from tiercheck_local.node.pod import Settings
 from tiercheck_local.node.process import FIRST_BACK_OFF
@@ -139,19 +139,14 @@ class RunningCluster:
         """No process and no memory folder of the cluster is left. May be called twice."""
         if self._octet is None:
             return
-        started = [*self._operators, self._controllers, *self._agents.values()]
+        controllers = [self._controllers] if self._controllers is not None else []
+        started = [*self._operators, *controllers, *self._agents.values()]
         for process in started:
-            if process is not None and process.poll() is None:
-                process.terminate()
+            process.terminate()
         markers.kill(markers.POD, markers.place(self.id, ""))
         end = time.monotonic() + 2
         for process in started:
-            if process is not None:
-                try:
-                    process.wait(max(0.0, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            await_end(process, max(0.0, end - time.monotonic()))
         if self._api is not None:
             self._api.close()
             self._api = None
@@ -232,9 +227,7 @@ class RunningCluster:
             lines.append(_describe(pod))
         newest = sorted(self.logs.rglob("*.log"), key=lambda file: file.stat().st_mtime)[-6:]
         for file in newest:
-            tail = file.read_text(errors="replace").splitlines()[-12:]
-            lines.append(f"--- {file.relative_to(self.logs)}")
-            lines += tail
+            lines += [f"--- {file.relative_to(self.logs)}", tail_of(file, 12)]
         return "\n".join(lines)
 
     def all_ready(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from tests.simulation.checker import Checker, Entry, Step
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_local.client import Changed, Client, Listing
+from tiercheck_local.client import Client
 from tiercheck_local.stage import condition_is, find_condition
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiResource, Object
 
@@ -129,12 +129,9 @@ class Recorder:
 
         async def follow(resource: ApiResource, selector: dict[str, str], see: Any, gone: Any) -> None:
             async with Client.of(kubeconfig) as client:
-                async for news in client.follow(resource, "default", **selector):
-                    if isinstance(news, Listing):
-                        for item in news.items:
-                            see(item)
-                    elif isinstance(news, Changed):
-                        (gone if news.kind == "DELETED" else see)(news.object)
+                async for kind, found in client.follow(resource, "default", **selector):
+                    for item in found["items"] if kind == "LISTED" else [found]:
+                        (gone if kind == "DELETED" else see)(item)
 
         by_name = {"fields": f"metadata.name={self._job}"}
         of_job = {"labels": f"{names.LABEL_JOB}={self._job}"}

@@ -74,10 +74,12 @@ class NodeLifecycle:
             log.warning("node %s has not renewed its lease for %.1f s", name, self._grace)
             await self._declare_unknown(node)
         if late and UNREACHABLE not in taints:
-            await self._taint(node)
+            effects = ("NoSchedule", "NoExecute")
+            added = [{"key": UNREACHABLE, "effect": e, "timeAdded": rfc3339(time.time())} for e in effects]
+            await self._replace_taints(node, {UNREACHABLE}, added)
         if not late and ready == "True" and taints & {UNREACHABLE, NOT_READY}:
             log.info("node %s is ready", name)
-            await self._untaint(node)
+            await self._replace_taints(node, {UNREACHABLE, NOT_READY}, [])
         if late:
             await self._doubt_pods(name)
         await self._evict(node)
@@ -95,21 +97,9 @@ class NodeLifecycle:
         others = [c for c in (node.get("status") or {}).get("conditions") or [] if c["type"] != "Ready"]
         await self._patch_node(node, {"status": {"conditions": [*others, unknown]}}, "status")
 
-    async def _taint(self, node: Object) -> None:
-        added = [
-            {"key": UNREACHABLE, "effect": effect, "timeAdded": rfc3339(time.time())}
-            for effect in ("NoSchedule", "NoExecute")
-        ]
-        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] != UNREACHABLE]
-        await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
-
-    async def _untaint(self, node: Object) -> None:
-        kept = [
-            taint
-            for taint in node["spec"].get("taints") or []
-            if taint["key"] not in {UNREACHABLE, NOT_READY}
-        ]
-        await self._patch_node(node, {"spec": {"taints": kept or None}})
+    async def _replace_taints(self, node: Object, gone: set[str], added: list[Object]) -> None:
+        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in gone]
+        await self._patch_node(node, {"spec": {"taints": [*kept, *added] or None}})
 
     async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
         changed = await self._client.patch_as_read(NODES, node, patch, subresource=subresource)
@@ -207,8 +197,6 @@ def budget_status(budget: Object, pods: list[Object]) -> Object:
         "disruptionsAllowed": max(0, healthy - desired),
     }
 
-
-log = logging.getLogger(__name__)
 
 DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS, LEASES)
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"

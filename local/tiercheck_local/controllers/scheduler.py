@@ -65,9 +65,8 @@ def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | N
 def refusal(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
     """Why this node does not take the pod; empty if it does."""
     taint = _untolerated(pod, node)
-    if node["spec"].get("unschedulable") and not _tolerates(
-        pod, {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
-    ):
+    cordon = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+    if node["spec"].get("unschedulable") and toleration(pod, cordon) is None:
         return ["node(s) were unschedulable"]
     if taint is not None:
         return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
@@ -146,13 +145,9 @@ def _lacking(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
 def _untolerated(pod: Item, node: Item) -> Item | None:
     taints: Sequence[Item] = node["spec"].get("taints") or []
     for taint in taints:
-        if taint["effect"] in {"NoSchedule", "NoExecute"} and not _tolerates(pod, taint):
+        if taint["effect"] in {"NoSchedule", "NoExecute"} and toleration(pod, taint) is None:
             return taint
     return None
-
-
-def _tolerates(pod: Item, taint: Item) -> bool:
-    return toleration(pod, taint) is not None
 
 
 def toleration(pod: Item, taint: Item) -> Item | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tiercheck.protocol.encoding import from_json
 from tiercheck_local import controlplane, markers
-from tiercheck_local.client import Cache, Client, Listing
+from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
 from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure
@@ -96,20 +96,26 @@ def ready_condition() -> dict[str, str]:
     }
 
 
-class Registration:
+class Registration(WokenController):
     """Keeps Node and Lease. `run` never ends by itself."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        self._client, self._settings = client, settings
+        named = f"metadata.name={settings.name}"
+        self._nodes = Cache(client, NODES, lambda *_: self.wake(), on_sync=self.wake, fields=named)
+        super().__init__(client, [self._nodes])
+        self._settings = settings
         self._boot_id = str(uuid.uuid4())
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_node())
+            group.create_task(self._nodes.run())
+            group.create_task(super().run())
             group.create_task(self._keep_lease())
 
-    async def register(self) -> None:
-        """Create or correct the Node. Raises ApiFailure."""
+    async def work(self) -> None:
+        """The life-cycle controller may have called this node unknown while its agent was stopped."""
+        if any(ready_status(node) == "True" for node in self._nodes.objects.values()):
+            return
         wanted = node_object(self._settings, self._boot_id)
         await self._client.apply(wanted)
         # A create may drop the status, as it does for custom resources.
@@ -117,31 +123,10 @@ class Registration:
             NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status"
         )
 
-    async def _keep_node(self) -> None:
-        """The life-cycle controller may have called this node unknown while its agent was stopped."""
-        async for news in self._client.follow(NODES, fields=f"metadata.name={self._settings.name}"):
-            if isinstance(news, Listing):
-                ready = any(ready_status(node) == "True" for node in news.items)
-            else:
-                ready = news.kind != "DELETED" and ready_status(news.object) == "True"
-            if not ready:
-                await self._persist(self.register)
-
     async def _keep_lease(self) -> None:
         while True:
-            await self._persist(self._renew)
+            await attempt(f"lease of node {self._settings.name}", self._renew())
             await asyncio.sleep(_LEASE_SECONDS)
-
-    async def _persist(self, work: Any) -> None:
-        pause = 0.1
-        while True:
-            try:
-                await work()
-                return
-            except ApiFailure as failure:
-                log.warning("node %s: %s", self._settings.name, failure)
-                await asyncio.sleep(pause)
-                pause = min(1.0, pause * 2)
 
     async def _renew(self) -> None:
         renewal = {"spec": {"renewTime": _micro_time()}}

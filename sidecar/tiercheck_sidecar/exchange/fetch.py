@@ -16,16 +16,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.artifact_source import SourceCorrupt, SourceFailed, SourceGone, TriedInVain
-from tiercheck_sidecar.digest import chunk_view, length_of
+from tiercheck_sidecar.digest import chunk_view
 from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.session import Chunks
-from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, stream_count
+from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, ask_ahead, receive_header, stream_count
 from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
 
@@ -106,10 +107,6 @@ def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> S
     with failing_as_source(), contextlib.closing(dial.connect()) as wire:
         wire.send(Ask.about("corrupt", artifact, share=share))
         return wire.receive(Say)
-
-
-_AHEAD = 2
-"""Chunks asked for before the previous one has arrived, so that the line is never idle."""
 
 
 class ChunkCollection:
@@ -204,13 +201,9 @@ class ChunkCollection:
         worker, wire, chunks = opening.dial.worker, opening.wire, opening.chunks()
         owed: deque[int] = deque()
         try:
-            while self._order(worker, wire, owed):
-                index, length = wire.receive_chunk_header()
-                if index != owed[0] or length != length_of(self.seal.digests, index):
-                    raise WireBroken("it sent a chunk that was not asked for")
-                good = self._take_in(index, worker, wire, chunks)
-                owed.popleft()
-                if good:
+            for index in ask_ahead(partial(self._next, worker, owed), wire.send_index, owed):
+                receive_header(wire, self.seal.digests, index)
+                if self._take_in(index, worker, wire, chunks):
                     yield index
         finally:
             with self._changed:
@@ -252,21 +245,15 @@ class ChunkCollection:
             self._writers[index].cut()
             self._changed.wait_for(lambda: index not in self._writers)
 
-    def _order(self, worker: int, wire: Wire, owed: deque[int]) -> bool:
-        """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is
-        nothing more."""
-        while True:
-            with self._changed:
-                index = self._gathering.take(worker, time.monotonic()) if len(owed) < _AHEAD else None
-                if index is None:
-                    if owed:
-                        return True
-                    if self._gathering.over or not self._gathering.is_live(worker):
-                        return False
-                    self._changed.wait(OVERDUE / 4)
-                    continue
-            owed.append(index)
-            wire.send_index(index)
+    def _next(self, worker: int, owed: deque[int]) -> int | None:
+        """What to ask for. Waits for it while nothing is owed; None then: there is nothing more."""
+        with self._changed:
+            while True:
+                index = self._gathering.take(worker, time.monotonic())
+                over = self._gathering.over or not self._gathering.is_live(worker)
+                if index is not None or owed or over:
+                    return index
+                self._changed.wait(OVERDUE / 4)
 
     def _settle(self) -> None:
         """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told

@@ -28,8 +28,8 @@ from functools import partial
 from types import TracebackType
 
 from tiercheck.protocol.version import Digests
-from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.frames import Wire
+from tiercheck_sidecar.digest import CHUNK, length_of
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 
 DAMAGED_MOST = 2
 """Damaged chunks after which a source is dropped."""
@@ -185,6 +185,30 @@ def stream_count(digests: Digests, missing: int | None = None, most: int = STREA
     """One connection for small artifacts, `most` for large ones. `missing`: chunks that are still to come."""
     chunks = len(digests.values) if missing is None else missing
     return max(1, min(most, chunks // _CHUNKS_PER_STREAM))
+
+
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
+
+
+def ask_ahead(take: Callable[[], int | None], ask: Callable[[int], None], asked: deque[int]) -> Iterator[int]:
+    """Asks for chunks, a few ahead, and yields each when it is to be received. `asked`: those that have not
+    been. It ends when `take` gives none while nothing is asked for."""
+    while True:
+        while len(asked) < _AHEAD and (index := take()) is not None:
+            asked.append(index)
+            ask(index)
+        if not asked:
+            return
+        yield asked[0]
+        asked.popleft()
+
+
+def receive_header(wire: Wire, digests: Digests, index: int) -> None:
+    """Receives the header of chunk `index`, which was asked for. Raises WireBroken, also if it is another
+    one's."""
+    if wire.receive_chunk_header() != (index, length_of(digests, index)):
+        raise WireBroken("it sent a chunk that was not asked for")
 
 
 def run_all(bodies: list[Callable[[], None]]) -> None:

@@ -36,7 +36,7 @@ from tiercheck_sidecar.artifact_source import (
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, length_of
 from tiercheck_sidecar.exchange.fetch import Dial, have_reread, holdings, open_copy
 from tiercheck_sidecar.exchange.frames import ListedArtifact, Wire, WireBroken
-from tiercheck_sidecar.exchange.streams import STREAMS, run_all
+from tiercheck_sidecar.exchange.streams import STREAMS, ask_ahead, receive_header, run_all
 from tiercheck_sidecar.vault import Seal
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,6 @@ class RebuildPart:
 
 FRAGMENT = 512 * 1024
 """Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
-_AHEAD = 2
-"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
 _CHUNKS_PER_STREAM = 2
 
 Parts = Mapping[RebuildPart, tuple[int, Seal]]
@@ -129,8 +127,7 @@ class _Inflow:
     def begin(self, index: int) -> None:
         if self.length(index):
             with _blaming(self.part):
-                if self.wire.receive_chunk_header() != (index, self.length(index)):
-                    raise WireBroken("it sent a chunk that was not asked for")
+                receive_header(self.wire, self.digests, index)
 
     def fill(self, index: int, begin: int) -> int:
         """Receive the fragment that begins there; returns its bytes."""
@@ -228,15 +225,12 @@ class Rebuild:
         chunk = memoryview(bytearray(length_of(digests, 0)))
         weights, buffers = [weight for weight, _ in parts.values()], [each.buffer for each in inflows]
         adder = coding.Adder(chunk, weights, buffers)
-        asked: deque[int] = deque()
-        while True:
-            while len(asked) < _AHEAD and (index := self._take()) is not None:
-                for each in inflows:
-                    each.ask(index)
-                asked.append(index)
-            if not asked:
-                return
-            index = asked.popleft()
+
+        def ask(index: int) -> None:
+            for each in inflows:
+                each.ask(index)
+
+        for index in ask_ahead(self._take, ask, deque()):
             target = chunk[: length_of(digests, index)]
             for each in inflows:
                 each.begin(index)

@@ -275,10 +275,8 @@ class Rehearser:
         self._course: tuple[int, str] = (0, "")
 
     def run(self) -> None:
-        seen = -1
-        while not self._state.stopping:
+        for _ in self._state.looks(_LOOK_EVERY):
             self.look()
-            seen = self._state.wait(seen, _LOOK_EVERY)
 
     def look(self) -> None:
         """Rehearse the tiers whose turn has come."""

@@ -138,36 +138,16 @@ def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> S
         stream, end = Ask("join", transfer=said.transfer), Ask("commit", transfer=said.transfer)
     chunks = len(digests.values)
     deal = Deal(chunks, set(range(chunks)) - set(said.missing))
-    sending = _Sending(stream, seal, file, deal, pace)
-    StreamCrew(line, deal, stream_count(digests, len(deal)), sending.stream).run()
-    while True:  # chunks that came back damaged after their stream had ended
-        wire.send(end)
-        last = wire.receive(Say)
-        if last.state not in ("again", "send"):
-            return last
-        if not deal:  # it lost what it had acknowledged: offering again tells what it has
-            raise WireBroken(last.message or "the holder lacks chunks that it took")
-        sending.stream(wire, deal.take)
 
-
-@dataclass(frozen=True)
-class _Sending:
-    begin: Ask
-    seal: Seal
-    file: int
-    deal: Deal
-    pace: Portion | None
-
-    def stream(self, wire: Wire, take: Take) -> None:
-        """As many chunks as `wire` gets to carry. Raises WireBroken, TooDamaged."""
-        digests, deal = self.seal.digests, self.deal
+    def send_chunks(wire: Wire, take: Take) -> None:
+        """As many as `wire` gets to carry. Raises WireBroken, TooDamaged."""
         index = take()
         while index is not None:
-            wire.send(self.begin)
+            wire.send(stream)
             while index is not None:
                 begin, length = index * digests.chunk, length_of(digests, index)
-                bare = self.seal.tags is not None and not deal.is_again(index)
-                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
+                bare = seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(file, index, begin, length, pace, bare=bare)
                 index = take()
             wire.send_end()
             said = wire.receive(Say)
@@ -176,6 +156,16 @@ class _Sending:
             for damaged in said.damaged:
                 deal.ask_again(damaged)
             index = take()
+
+    StreamCrew(line, deal, stream_count(digests, len(deal)), send_chunks).run()
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(end)
+        last = wire.receive(Say)
+        if last.state not in ("again", "send"):
+            return last
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message or "the holder lacks chunks that it took")
+        send_chunks(wire, deal.take)
 
 
 _MOST_BREAKS = 20
@@ -297,34 +287,6 @@ class Lane:
                 waits.failed(seal.rank, now())
 
 
-class HolderTroubles:
-    """States which holders take nothing, and why, as one problem of the sidecar. Thread-safe."""
-
-    def __init__(self, state: SidecarState, says: str, hope: str) -> None:
-        """`says`: what a holder does that takes nothing, as a clause; `hope`: the sentence after all."""
-        self._state, self._says, self._hope = state, says, hope
-        self._lock = threading.Lock()
-        """Held until a reason is stated: else the older of two could be stated last, and stay."""
-        self._era: object = None
-        self._reasons: dict[tuple[int, Kind], str] = {}
-
-    def begin(self, era: object) -> None:
-        """Forgets all reasons, and takes only those of this era from now on."""
-        with self._lock:
-            self._era, self._reasons = era, {}
-            self._state.problem("PeerUnreachable", "")
-
-    def report(self, era: object, holder: Peer, kind: Kind, reason: str) -> None:
-        """States why a lane to the holder brings nothing; an empty reason: it does."""
-        with self._lock:
-            if era != self._era:
-                return
-            self._reasons[holder.worker, kind] = reason
-            worst = {worker: why for (worker, _), why in self._reasons.items() if why}
-            told = [f"Worker {worker} {self._says}: {why}" for worker, why in sorted(worst.items())]
-            self._state.problem("PeerUnreachable", ". ".join([*told, self._hope]) if told else "")
-
-
 @dataclass(frozen=True)
 class Era:
     """While it lasts, what its holders say counts."""
@@ -338,7 +300,7 @@ class HolderLanes(ABC):
     """Thread-safe. `run` keeps a lane for each kind to each holder that the directive names."""
 
     says, hope = "takes nothing", "Training goes on"
-    """As for HolderTroubles."""
+    """What a holder does that takes nothing, as a clause; and the sentence after all of these."""
 
     def __init__(
         self, state: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket
@@ -350,7 +312,10 @@ class HolderLanes(ABC):
         self._era: Era | None = None
         self._has: dict[Peer, Mapping[int, MemoryStock]] = {}
         """By holder of the era and own rank. None of these mappings is ever changed."""
-        self._troubles = HolderTroubles(state, self.says, self.hope)
+        self._telling = threading.Lock()
+        """Held until a reason is stated: else the older of two could be stated last, and stay."""
+        self._reasons: dict[tuple[int, Kind], str] = {}
+        """Why a lane of the era brings nothing, by holder and kind."""
         self._begun: set[str] = set()
         """Names of the era's threads."""
 
@@ -377,11 +342,13 @@ class HolderLanes(ABC):
         self.bucket.set_rate(directive.policy.peer_bandwidth)
         era, old = self._era_of(directive), self._era
         if era != old:
-            with self._lock:
-                self._era, self._begun = era, set()
-                self._begin(era, old)
-            if era.holders or (old is not None and old.holders):
-                self._troubles.begin(era)
+            with self._telling:
+                with self._lock:
+                    self._era, self._begun = era, set()
+                    self._begin(era, old)
+                self._reasons = {}
+                if era.holders or (old is not None and old.holders):
+                    self._state.problem("PeerUnreachable", "")
         return self._era
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
@@ -412,8 +379,18 @@ class HolderLanes(ABC):
             holder,
             due=partial(self._due, holder, kind, era),
             bring=lambda seal, line: self._bring(seal, line, pace, holder, era),
-            report=partial(self._troubles.report, era, holder, kind),
+            report=partial(self.report, era, holder, kind),
         )
+
+    def report(self, era: Era, holder: Peer, kind: Kind, reason: str) -> None:
+        """States why a lane of the era brings nothing, as one problem; an empty reason: it does."""
+        with self._telling:
+            if era != self._era:
+                return
+            self._reasons[holder.worker, kind] = reason
+            worst = {worker: why for (worker, _), why in self._reasons.items() if why}
+            told = [f"Worker {worker} {self.says}: {why}" for worker, why in sorted(worst.items())]
+            self._state.problem("PeerUnreachable", ". ".join([*told, self.hope]) if told else "")
 
     def _begin(self, era: Era, old: Era | None) -> None:
         """Under the lock: nothing is known of these holders."""

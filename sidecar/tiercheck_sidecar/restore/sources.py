@@ -15,6 +15,7 @@ import logging
 import mmap
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from tiercheck_sidecar.exchange.fetch import (
 )
 from tiercheck_sidecar.exchange.frames import END, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.streams import ask_ahead, receive_header
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
 from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer, name_of
@@ -60,9 +62,6 @@ from tiercheck_sidecar.vault.seal import header_fault
 from tiercheck_sidecar.vault.stock import sealed
 
 log = logging.getLogger(__name__)
-
-_AHEAD = 2
-"""Chunks asked for before the previous one has arrived."""
 
 
 class OwnMemory(ArtifactSource):
@@ -140,18 +139,12 @@ def _receive_chunks(opening: Opening, indices: Sequence[int], sink: ArtifactSink
     """Raises SourceFailed, SourceCorrupt."""
     wire, digests = opening.wire, opening.seal.digests
     with failing_as_source():
-        for index in indices[:_AHEAD]:
-            wire.send_index(index)
-        for place, index in enumerate(indices):
-            found, _ = wire.receive_chunk_header()
-            if found != index:
-                raise SourceFailed("it sent a chunk that was not asked for")
+        for index in ask_ahead(partial(next, iter(indices), None), wire.send_index, deque()):
+            receive_header(wire, digests, index)
             with sink.room(digests, index) as chunk:
                 wire.receive_into(chunk)
                 if digest_chunk(chunk) != digests.values[index]:
                     raise SourceCorrupt(f"chunk {index} does not match its digest")
-            if place + _AHEAD < len(indices):
-                wire.send_index(indices[place + _AHEAD])
 
 
 FOLDER = "lent"

@@ -12,9 +12,9 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.directive import Phase
@@ -30,6 +30,8 @@ from tiercheck_sidecar.trainer.session import LONGEST_LINE, RankSession
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
 """Threads, apart, so that a delta does not wait until snapshots are digested."""
@@ -127,13 +129,12 @@ class TrainerSocket:
     def _serve_launcher(self, connection: socket.socket, lines: BinaryIO) -> None:
         state = self._state
         with state.lock:
+            if self._launcher is not None:
+                self._open.discard(self._launcher)  # one launcher at a time gets orders
             self._launcher = connection
             state.trainer.launcher_connected()
-        state.bump()
         try:
-            begin("orders", partial(self._send_orders, connection, lambda: self._launcher is connection))
-            while line := lines.readline(LONGEST_LINE):
-                event = decode(line, LauncherEvent)
+            for event in self._converse(connection, lines, LauncherEvent):
                 log.info("launcher: %s", event)
                 if event.fault:
                     told = (
@@ -143,7 +144,6 @@ class TrainerSocket:
                     state.threads.trouble("launcher", told)
                 with state.lock:
                     state.trainer.event(event, state.clock())
-                state.bump()
         finally:
             with state.lock:
                 if self._launcher is connection:
@@ -155,24 +155,37 @@ class TrainerSocket:
         state = self._state
         with state.lock:
             state.trainer.listener_connected(hello.rank, connection, hello.refusal[:_LONGEST_FAULT])
-        state.bump()
         try:
-            begin("orders", partial(self._send_orders, connection, lambda: connection in self._open))
-            while line := lines.readline(LONGEST_LINE):
-                left = decode(line, StepLeft)
+            for left in self._converse(connection, lines, StepLeft):
                 log.info("rank %d has left its step for attempt %d", hello.rank, left.attempt)
                 with state.lock:
                     state.trainer.step_left(hello.rank, connection, left.attempt, left.failed)
-                state.bump()
         finally:
             with state.lock:
                 state.trainer.listener_gone(hello.rank, connection)
             state.bump()
 
-    def _send_orders(self, connection: socket.socket, is_there: Callable[[], bool]) -> None:
+    def _converse(self, connection: socket.socket, lines: BinaryIO, kind: type[T]) -> Iterator[T]:
+        """Sends orders, and yields what is said until the other side hangs up."""
+        self._state.bump()
+        begin("orders", partial(self._send_orders, connection))
+        while line := lines.readline(LONGEST_LINE):
+            yield decode(line, kind)
+            self._state.bump()
+
+    def _send_orders(self, connection: socket.socket) -> None:
         """Whatever ends it hangs up: who gets no orders comes again, and is sent the newest."""
+        seen, last = -1, None
         try:
-            self._order_about(connection, is_there)
+            while not self._state.stopping and connection in self._open:
+                with self._state.lock:
+                    order = self._order()
+                if order is not None and order != last:
+                    if order.phase is Phase.RELEASE:
+                        failpoint("before-release")
+                    connection.sendall(to_json(order) + b"\n")
+                    last = order
+                seen = self._state.wait(seen, timeout=1.0)
         except OSError as error:
             log.info("the trainer container takes no orders: %s", error)
         except BaseException:
@@ -180,18 +193,6 @@ class TrainerSocket:
         finally:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def _order_about(self, connection: socket.socket, is_there: Callable[[], bool]) -> None:
-        seen, last = -1, None
-        while not self._state.stopping and is_there():
-            with self._state.lock:
-                order = self._order()
-            if order is not None and order != last:
-                if order.phase is Phase.RELEASE:
-                    failpoint("before-release")
-                connection.sendall(to_json(order) + b"\n")
-                last = order
-            seen = self._state.wait(seen, timeout=1.0)
 
     def _order(self) -> Order | None:
         directive, trainer = self._state.directive, self._state.trainer

@@ -56,9 +56,7 @@ def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: py
 
     monkeypatch.setattr(state, "problem", late)
     words = [(Kind.SNAPSHOT, "it is full"), (Kind.SNAPSHOT, "")]
-    threads = [
-        threading.Thread(target=sender._troubles.report, args=(era, era.holders[0], *word)) for word in words
-    ]
+    threads = [threading.Thread(target=sender.report, args=(era, era.holders[0], *word)) for word in words]
     threads[0].start()
     assert held.wait(60)
     threads[1].start()

@@ -195,3 +195,15 @@ def test_launcher_follows_the_phases_and_its_disappearance_is_a_failure(make_wor
     again.tell("exited", 2, exit_code=137, reason="Signalled", message="killed")
     until(lambda: world.report(0).trainer.exit_code == 137, "exit code")
     again.close()
+
+
+def test_launcher_that_another_one_follows_is_hung_up(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    world.direct(Phase.HOLD)
+    old = FakeLauncher(world.run_dir(0) / names.SOCKET_NAME)
+    assert old.order().phase is Phase.HOLD
+    new = FakeLauncher(world.run_dir(0) / names.SOCKET_NAME)
+    assert new.order().phase is Phase.HOLD
+    old._file.read()  # to the end of the connection, which would time out

@@ -28,26 +28,71 @@ PASSING = "buffers/"
 """Before the names of buffers that are not persistent."""
 
 
-class Buffers:
-    """The model's persistent buffers and extra states, listed once: walking all modules at every step would
-    cost more."""
+class _TrackedBuffers:
+    """Buffers at their places in modules, listed once (walking all modules at every step would cost more),
+    and which of them were written since `begin`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, persistent: bool) -> None:
+        """`modules`: each by what comes before the names of its buffers."""
+        self._modules, self._persistent = modules, persistent
+        self.begin()
+
+    def begin(self) -> None:
+        """Training, or a restore, begins: what was done before, the script will do again."""
+        self._places = self._list_places()
+        self._touched = [False] * len(self._places)
+        self._marks = self._read()
+
+    def cleared(self) -> list[str]:
+        """Those that held nothing any more when they were last looked at, though they did before."""
+        gone = [done and mark == _NOTHING for done, mark in zip(self._touched, self._marks, strict=True)]
+        return [name for name, _, _ in compress(self._places, gone)]
+
+    def clear(self, name: str) -> None:
+        owner, key = self._place_of(name)
+        if key:
+            owner[key] = None
+
+    def _look(self) -> list[bool]:
+        """Which were written since the last look."""
+        marks = self._read()
+        changed = [new != old for new, old in zip(marks, self._marks, strict=True)]
+        self._marks, self._touched = marks, list(map(or_, self._touched, changed))
+        return changed
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [_mark(owner.get(key)) for _, owner, key in self._places]
+
+    def _list_places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
+        """Name, owner and key of each."""
+        return [
+            (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
+            for before, model in self._modules.items()
+            for prefix, module in model.named_modules()
+            for key in module._buffers
+            if (key not in module._non_persistent_buffers_set) is self._persistent
+        ]
+
+    def _place_of(self, name: str) -> tuple[dict[str, Tensor | None], str]:
+        """Who keeps the buffer of that name, and under which key; empty: nobody does."""
+        return next(((owner, key) for known, owner, key in self._places if known == name), ({}, ""))
+
+    def _made(self, value: Tensor) -> Tensor:
+        """A copy on the device of the first of the modules that has one."""
+        return _copy_beside(value, *self._modules.values())
+
+
+class Buffers(_TrackedBuffers):
+    """The model's persistent buffers and extra states."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
-        self._extra: dict[str, nn.Module] = {}
+        super().__init__({"": model}, persistent=True)
         self._passing = Passing({"": model})
-        for prefix, module in model.named_modules():
-            path = f"{prefix}." if prefix else ""
-            for key in module._buffers:
-                if key not in module._non_persistent_buffers_set:
-                    self._places.append((f"{path}{key}", module._buffers, key))
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self._extra[f"{path}_extra_state"] = module
-        self._marks: list[tuple[int, int]] = []
-        self._empty: list[str] = []
-        self._never = {name for name, owner, key in self._places if owner.get(key) is None}
-        """Those that never held anything."""
+        self._extra = {
+            f"{prefix}._extra_state" if prefix else "_extra_state": module
+            for prefix, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         self._sampler, self._sums = Sampler(), list[int]()
         self.changed()
 
@@ -55,17 +100,10 @@ class Buffers:
         """Those that may have changed since the last call, by name: the buffers themselves, not copies."""
         found: list[tuple[str, Tensor]] = []
         large: list[tuple[str, Tensor, int]] = []
-        marks: list[tuple[int, int]] = []
-        moved: set[int] = set()  # modules
-        self._empty = []
-        for number, (name, owner, key) in enumerate(self._places):
+        moved = {id(owner) for _, owner, _ in compress(self._places, self._look())}  # modules
+        for name, owner, key in self._places:
             buffer = owner.get(key)
-            mark = _mark(buffer)
-            marks.append(mark)
-            if not self._marks or self._marks[number] != mark:
-                moved.add(id(owner))
             if buffer is None:
-                self._empty.append(name)
                 continue
             if buffer.layout is not torch.strided:
                 found.append((name, buffer))  # whoever stores it says that it cannot
@@ -73,9 +111,6 @@ class Buffers:
                 found.append((name, local_shard(buffer)))
             else:
                 large.append((name, buffer, id(owner)))
-        self._marks = marks
-        if self._never:
-            self._never.intersection_update(self._empty)
         moved |= self._written(large)
         found += self._passing.changed()
         return found + [(name, local_shard(buffer)) for name, buffer, owner in large if owner in moved]
@@ -110,10 +145,10 @@ class Buffers:
         """Write a buffer. Raises NotCapturable if the model has none of that name and shape."""
         if self._passing.put_back(name, value):
             return
-        owner, key = _place_of(name, self._places)
+        owner, key = self._place_of(name)
         buffer = owner.get(key)
         if key and buffer is None:
-            owner[key] = _made(value, self._model)
+            owner[key] = self._made(value)
         elif buffer is None:
             raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
         else:
@@ -121,17 +156,14 @@ class Buffers:
             write(shard if shard.shape == value.shape else take_shape(buffer, value.shape), value)
 
     def cleared(self) -> list[str]:
-        """Those that held nothing any more when `changed` was called, though they did before."""
-        return [name for name in self._empty if name not in self._never] + self._passing.cleared()
+        return super().cleared() + self._passing.cleared()
 
     def clear(self, name: str) -> None:
         self._passing.clear(name)
-        owner, key = _place_of(name, self._places)
-        if key:
-            owner[key] = None
+        super().clear(name)
 
 
-class Passing:
+class Passing(_TrackedBuffers):
     """Buffers that are not persistent, so that no state_dict holds them, but that training writes to: the
     next step depends on them.
 
@@ -139,54 +171,30 @@ class Passing:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """`modules`: each by what comes before the names of its buffers."""
-        self._modules = modules
+        super().__init__(modules, persistent=False)
         self._warned = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Training, or a restore, begins: what was done before, the script will do again."""
-        self._places = self._listed_anew()
-        self._written = [False] * len(self._places)
-        self._marks = self._read()
 
     def looked_for(self) -> list[tuple[str, Tensor]]:
         """As `written`, with those that a module has made on its way, as some do in their first forward."""
-        self.changed()
+        self._look()
         known = {
-            (id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)
+            (id(owner), key): done for (_, owner, key), done in zip(self._places, self._touched, strict=True)
         }
-        self._places = self._listed_anew()
-        self._written = [
+        self._places = self._list_places()
+        self._touched = [
             known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places
         ]
         self._marks = self._read()
-        return self._listed(self._written)
+        return self._listed(self._touched)
 
     def written(self) -> list[tuple[str, Tensor]]:
         """Those that were written since then, by name: the buffers themselves, not copies."""
-        self.changed()
-        return self._listed(self._written)
+        self._look()
+        return self._listed(self._touched)
 
     def changed(self) -> list[tuple[str, Tensor]]:
         """Those that were written since the last call of either."""
-        marks = self._read()
-        changed = [new != old for new, old in zip(marks, self._marks, strict=True)]
-        self._marks, self._written = marks, list(map(or_, self._written, changed))
-        return self._listed(changed)
-
-    def cleared(self) -> list[str]:
-        """Those that hold nothing any more, though they did."""
-        gone = [done and mark == _NOTHING for done, mark in zip(self._written, self._marks, strict=True)]
-        return [name for name, _, _ in compress(self._places, gone)]
-
-    def clear(self, name: str) -> None:
-        owner, key = _place_of(name, self._places)
-        if key:
-            owner[key] = None
-
-    def _listed_anew(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
-        return [each for prefix, module in self._modules.items() for each in _not_persistent(module, prefix)]
+        return self._listed(self._look())
 
     def _listed(self, chosen: Sequence[bool]) -> list[tuple[str, Tensor]]:
         found: list[tuple[str, Tensor]] = []
@@ -213,7 +221,7 @@ class Passing:
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor) -> bool:
         """Write it if it is one of these, in whatever shape training had given it."""
-        owner, key = _place_of(name, self._places)
+        owner, key = self._place_of(name)
         buffer = owner.get(key)
         if (
             buffer is not None
@@ -222,7 +230,7 @@ class Passing:
         ):
             write(local_shard(buffer), value)
         elif key:
-            owner[key] = _made(value, *self._modules.values())
+            owner[key] = self._made(value)
         return bool(key)
 
     @torch.no_grad()
@@ -233,11 +241,8 @@ class Passing:
         owner = dict(self._modules[prefix].named_modules()).get(path)
         if owner is not None and not hasattr(owner, key):
             owner.register_buffer(
-                key, _made(value, self._modules[prefix], *self._modules.values()), persistent=False
+                key, _copy_beside(value, self._modules[prefix], *self._modules.values()), persistent=False
             )
-
-    def _read(self) -> list[tuple[int, int]]:
-        return [_mark(owner.get(key)) for _, owner, key in self._places]
 
 
 def take_shape(buffer: Tensor, shape: Sequence[int]) -> Tensor:
@@ -254,27 +259,10 @@ def _is_small(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
 
 
-def _made(value: Tensor, *modules: nn.Module) -> Tensor:
+def _copy_beside(value: Tensor, *modules: nn.Module) -> Tensor:
     """A copy on the device of the first of `modules` that has one."""
     like = next(chain.from_iterable(module.parameters() for module in modules), value)
     return value.to(like.device, copy=True)
-
-
-def _not_persistent(model: nn.Module, before: str) -> list[tuple[str, dict[str, Tensor | None], str]]:
-    """Name, owner and key of each such buffer."""
-    return [
-        (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
-        for prefix, module in model.named_modules()
-        for key in module._buffers
-        if key in module._non_persistent_buffers_set
-    ]
-
-
-def _place_of(
-    name: str, places: Sequence[tuple[str, dict[str, Tensor | None], str]]
-) -> tuple[dict[str, Tensor | None], str]:
-    """Who keeps the buffer of that name, and under which key; empty: nobody does."""
-    return next(((owner, key) for known, owner, key in places if known == name), ({}, ""))
 
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
