@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import Jobs
-from tests.cluster.test_in_process import RANKS, assert_equal_losses, assert_stayed, lines_of, start
+from tests.cluster.test_in_process import assert_equal_losses, assert_stayed, lose_two_ranks, start
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
@@ -32,16 +32,8 @@ def test_method_of_a_trainer_is_called_again_and_its_objects_stay(
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
 def test_function_that_makes_model_and_groups_is_called_again_in_the_same_process(
-    jobs: Jobs, cluster: LocalCluster, kind: str
+    jobs: Jobs, kind: str
 ) -> None:
     job = start(jobs, kind, trainer=TRAINER, HOW="function", LIVES="2")
-    before = job.wait_trained(13)
-    cluster.faults.kill_container_process(job.pod_of(3))
-    first = job.wait_recovered(before["attempt"])
-    job.wait_trained(first["step"] + 8)
-    cluster.faults.kill_container_process(job.pod_of(0))
-    second = job.wait_recovered(first["attempt"])
-    assert [each["inProcess"] for each in (first, second)] == [3, 3]
+    lose_two_ranks(job)
     assert_equal_losses(job, kind, TRAINER)
-    pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(RANKS)]
-    assert [len(each) for each in pids] == [2, 1, 1, 2]
