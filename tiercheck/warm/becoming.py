@@ -39,7 +39,8 @@ _LATE = frozenset(
     }
 )  # fmt: skip
 _LATE_PREFIXES = ("TIERCHECK_", "PET_", "TORCHELASTIC_")
-"""Read when a process group begins: an attempt sets them."""
+"""Read when a process group begins: an attempt sets them. If others differ between preparing and starting,
+the start is a cold one."""
 
 _EARLY = re.compile(
     r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
@@ -72,8 +73,12 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 class Curtain(MetaPathFinder, Loader):
-    """`before`: names of modules that stay visible. `opening` is called once, just before the others are
-    shown."""
+    """Hides what was imported beforehand until the script imports it itself.
+
+    So the script sees the `sys.modules` that it would have seen, and the moment of its first `import torch`
+    is known: a variable that it has set before, and that torch reads at import, is then noticed. `before`:
+    names of modules that stay visible. `opening` is called once, just before the others are shown.
+    """
 
     def __init__(self, before: frozenset[str], opening: Callable[[], None]) -> None:
         self._opening = opening
