@@ -129,14 +129,15 @@ class Resume:
             return False
         try:
             record, then = self._fingerprints.take(step, loss), self._before.get(step)
-            again = then is not None and then.whole
-            if suspected or again:
+            if then is not None and not then.whole:
+                then = None
+            if suspected or then is not None:
                 whole = self._fingerprints.of_whole(record)
-                if again:
+                if then is not None:
                     self._compare(journal, whole)
                 if suspected:
                     journal.write(whole)
-                    return then is not None and then.whole and not first_difference(then, whole)
+                    return then is not None and not first_difference(then, whole)
             journal.write(record)
             if not self._fingerprints.late:
                 self._compare(journal, record)
