@@ -254,6 +254,11 @@ class Policy:
     """How long the ranks of the attempt before may take to leave their step, so that their processes stay; 0:
     every process is started anew."""
 
+    @property
+    def deltas(self) -> bool:
+        """Whether any are taken."""
+        return self.delta is not DeltaMode.NONE
+
 
 @dataclass(frozen=True)
 class Directive:

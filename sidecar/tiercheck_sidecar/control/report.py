@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import DeltaMode, Tier
+from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import (
     Holding,
@@ -169,11 +169,7 @@ class Reporter:
     def _trainer(self) -> TrainerReport:
         state = self._state
         reasons = (state.deltas_off(rank) for rank in self._vault.ranks)
-        no_deltas = (
-            (next(filter(None, reasons), "") or state.no_room)
-            if state.policy.delta is not DeltaMode.NONE
-            else ""
-        )
+        no_deltas = (next(filter(None, reasons), "") or state.no_room) if state.policy.deltas else ""
         report = state.trainer.report
         return report if report.no_deltas == no_deltas else dataclasses.replace(report, no_deltas=no_deltas)
 

@@ -157,7 +157,7 @@ class TrainerSocket:
             state.trainer.listener_connected(hello.rank, connection, hello.refusal[:_LONGEST_FAULT])
         try:
             for left in self._converse(connection, lines, StepLeft):
-                log.info("rank %d has left its step for attempt %d", hello.rank, left.attempt)
+                log.info("rank %d: %s", hello.rank, left)
                 with state.lock:
                     state.trainer.step_left(hello.rank, connection, left.attempt, left.failed)
         finally:

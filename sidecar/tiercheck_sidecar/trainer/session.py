@@ -364,7 +364,7 @@ class RankSession:
         reason = self._state.deltas_off(self._hello.rank)
         if reason:
             raise NoDeltas(reason)
-        if directive is None or directive.policy.delta is DeltaMode.NONE:
+        if directive is None or not directive.policy.deltas:
             raise NoDeltas("the job takes no deltas")
         if verdict is not None and not verdict.cadence.deltas:
             raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")

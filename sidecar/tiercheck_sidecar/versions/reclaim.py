@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts.sizing import HOSTED_SLOTS, OWN_SLOTS, SPARE_DELTAS, Room, Sizing
-from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
+from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.state import SidecarState
@@ -178,7 +178,7 @@ class Reclaimer:
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
-            lack = self._vault.no_deltas() if self._state.policy.delta is not DeltaMode.NONE else ""
+            lack = self._vault.no_deltas() if self._state.policy.deltas else ""
             self._state.lack_room(lack)
             self._vault.prepare(deltas=named.deltas)
 

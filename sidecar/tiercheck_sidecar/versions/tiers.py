@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tiercheck.protocol.directive import DeltaMode, Directive, Tier
+from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, RankArtifact, Version
 from tiercheck_sidecar.decoding import encode
@@ -161,7 +161,7 @@ class TierClient:
         room = self._vault.reserved(rank)
         if room is None or not room.snapshot or room.delta is None:
             return None
-        delta = room.delta if directive.policy.delta is not DeltaMode.NONE else 0
+        delta = room.delta if directive.policy.deltas else 0
         takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
