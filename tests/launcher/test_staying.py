@@ -58,7 +58,8 @@ def test_command_that_dies_while_it_waits_is_started_anew_and_joins_the_others(l
 RANKS = {"worker": 1, "workers": 2, "procs_per_worker": 2}
 RANK = """
 import os, time
-print(os.environ["RANK"], os.getpid(), os.environ.get("TIERCHECK_JOINS"), flush=True)
+line = f"{os.environ['RANK']} {os.getpid()} {os.environ.get('TIERCHECK_JOINS')}\\n"
+os.write(1, line.encode())  # at once: the ranks of a pod share its output
 time.sleep(600)
 """
 
