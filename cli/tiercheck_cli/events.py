@@ -61,6 +61,8 @@ class PastRecovery:
     in_process: Annotated[int, At("inProcess")] = 0
     """Ranks whose processes stayed."""
     restarted: int = 0
+    restarted_message: Annotated[str, At("restartedMessage")] = ""
+    """Why processes that were not lost are among those."""
     detect: Annotated[float, At("detectSeconds")] = 0.0
     restore: Annotated[float, At("restoreSeconds")] = 0.0
     total: Annotated[float, At("totalSeconds")] = 0.0

@@ -141,7 +141,11 @@ class SidecarModel:
             self.trainer = (
                 self._ending()
                 if self.killed_at is not None
-                else TrainerReport(TrainerState.WAITING, stays=int(stays and self.world.staying))
+                else TrainerReport(
+                    TrainerState.WAITING,
+                    stays=int(stays and self.world.staying and self.worker not in self.world.late),
+                    refusal=self.world.late.get(self.worker, ""),
+                )
             )
             self.restore = RestoreReport(
                 RestoreState.RUNNING, directive.restore.version if directive.restore else None
@@ -343,7 +347,7 @@ class SidecarModel:
         self.serial += 1
         directive = self.directive
         absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
-        listens = {"listens": int(world.staying and not world.refusal), "refusal": world.refusal}
+        listens = {"listens": int(world.staying and not world.refusal), "refusal": self.trainer.refusal or world.refusal}
         holdings = [
             Holding(each.rank, each.version, tier, 1, each.kind)
             for tier, held in ((Tier.LOCAL, self.own), (Tier.PEER, self.hosted))

@@ -165,6 +165,8 @@ class World:
         """Whether scripts have a loop whose process stays."""
         self.refusal = ""
         """Why they would not, although they have one."""
+        self.late: dict[int | None, str] = {}
+        """By worker: why its rank does not stay this time."""
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0

@@ -228,7 +228,9 @@ class Station:
             file.write(
                 layout.state_word + layout.header(rank, version, self.job.workers * self.job.procs, {}, kind)
             )
-            file.write(random.Random(str((rank, version, kind))).randbytes(layout.size - layout.data_begin))
+            numbers = random.Random(str((rank, version, kind)))
+            while (left := layout.size - file.tell()) > 0:
+                file.write(numbers.randbytes(min(left, 1 << 26)))
         self.vault.complete(path, 0)
         seal = self.vault.seal(path)
         assert seal is not None

@@ -167,7 +167,7 @@ class TrainerReport:
     listens: int = 0
     """How many of its ranks would stay now if another were lost."""
     refusal: str = ""
-    """Why one of them would not, if it said so."""
+    """Why one of them would not, if it said so; while it waits for the release: why one did not."""
 
 
 @dataclass(frozen=True, slots=True)

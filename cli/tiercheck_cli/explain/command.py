@@ -234,7 +234,8 @@ def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[Re
 def _how(entry: PastRecovery) -> list[str]:
     sentences = []
     if entry.in_process or entry.restarted:
-        sentences.append(f"{entry.in_process} processes stayed, {entry.restarted} were started anew")
+        why = f" ({entry.restarted_message})" if entry.restarted_message else ""
+        sentences.append(f"{entry.in_process} processes stayed, {entry.restarted} were started anew{why}")
     if entry.rebuilt:
         sentences.append(f"{plural(entry.rebuilt, 'rank')} of those from peers had to be rebuilt from parity")
     if entry.deltas:

@@ -111,13 +111,15 @@ class Recovery:
     """Processes of the attempt before may stay (`spec.recovery.inProcess`)."""
     kept: Annotated[int, At("keptRanks")] = 0
     """Ranks whose processes did, as of the release."""
+    restarted_message: str = ""
+    """Why others that were not lost did not, as a sentence."""
 
     @property
     def version(self) -> Version | None:
         return Version(self.step, self.version_attempt) if self.step else None
 
 
-SENTENCES = ("message", "reason", "exactMessage")
+SENTENCES = ("message", "reason", "restartedMessage", "exactMessage")
 """Of a recovery that has ended: what is cut short where the status would grow too large."""
 
 

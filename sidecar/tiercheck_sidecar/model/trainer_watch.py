@@ -99,6 +99,7 @@ class StallWatch:
 
 _GONE = "the process was gone without a word, as one is that was killed"
 _WAITS = "its collective failed, and it waits for a new attempt"
+_LATE = "it did not leave its step within spec.recovery.interruptSeconds"
 COME_BACK_SECONDS = 3.0
 """How long a launcher may be silent before its command counts as lost."""
 _SMOOTHING = 0.2
@@ -131,6 +132,8 @@ class TrainerWatch:
         """The rank that left first, if it said nothing before."""
         self._listeners: dict[int, _Listener] = {}
         """By rank."""
+        self._listened: dict[int, str] = {}
+        """Ranks that had such a connection as the attempt began, with the refusal."""
 
     @property
     def report(self) -> TrainerReport:
@@ -138,7 +141,9 @@ class TrainerWatch:
             return self._report
         refusals = [each.refusal for each in self._listeners.values() if each.refusal]
         listens = len(self._listeners) - len(refusals)
-        return dataclasses.replace(self._report, listens=listens, refusal=next(iter(refusals), ""))
+        return dataclasses.replace(
+            self._report, listens=listens, refusal=self._report.refusal or next(iter(refusals), "")
+        )
 
     @property
     def lost_container(self) -> bool:
@@ -149,6 +154,7 @@ class TrainerWatch:
         """`resumed`: the attempt was released before this process began, so the command should be running."""
         self.attempt = attempt
         self._report = self._not_waiting()
+        self._listened = {rank: each.refusal for rank, each in self._listeners.items()}
         self._silent_since = None
         self._not_finite = {}
         self._resumes = {}
@@ -202,6 +208,11 @@ class TrainerWatch:
         """Returns those that have left their step for this attempt."""
         return tuple(rank for rank in self.listeners(ranks) if self._listeners[rank].left == attempt)
 
+    def _why_ended(self, attempt: int) -> str:
+        """Why the process of a rank that was there did not stay for this attempt, as a clause."""
+        ended = set(self._listened).difference(self.left(self._listened, attempt))
+        return next((f"rank {rank}: {self._listened[rank] or _LATE}" for rank in sorted(ended)), "")
+
     def event(self, event: LauncherEvent, now: float) -> None:
         self._last = (event, now)
         if event.attempt != self.attempt:
@@ -239,7 +250,9 @@ class TrainerWatch:
             self._lost(now)
         elif self._report.state in (TrainerState.ABSENT, TrainerState.WAITING):
             if event.event == "idle" and self.connected:  # the word of one that has gone since is no word
-                self._report = TrainerReport(TrainerState.WAITING, stays=event.stays)
+                self._report = TrainerReport(
+                    TrainerState.WAITING, stays=event.stays, refusal=self._why_ended(event.attempt)
+                )
             elif event.event == "checking":
                 self._report = TrainerReport(TrainerState.ABSENT, busy="runs failurePolicy.healthCheck")
             elif event.event == "unhealthy":

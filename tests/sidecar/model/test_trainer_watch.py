@@ -41,6 +41,27 @@ def test_rank_that_waits_after_a_failed_collective_has_failed_and_its_process_ma
     assert (watch.listeners([3]), watch.left([3], 1)) == ((3,), ())
 
 
+def test_process_that_did_not_stay_is_reported_with_the_reason_until_the_release() -> None:
+    watch, line = running(), object()
+    watch.listener_connected(2, line, "it uses NCCL")
+    watch.listener_connected(3, line, "")
+    watch.begin_attempt(2, resumed=False, now=1.0)
+    watch.step_left(3, line, 2)
+    watch.listener_gone(2, line)
+    watch.launcher_connected()
+    watch.event(LauncherEvent("idle", 2, stays=1), 2.0)
+    assert (watch.report.stays, watch.report.refusal) == (1, "rank 2: it uses NCCL")
+    watch.event(LauncherEvent("started", 2), 3.0)
+    assert watch.report.refusal == ""
+    watch.begin_attempt(3, resumed=False, now=4.0)
+    watch.listener_gone(3, line)
+    watch.event(LauncherEvent("idle", 3), 5.0)
+    assert watch.report.refusal.startswith("rank 3: it did not leave its step")
+    watch.begin_attempt(4, resumed=False, now=6.0)
+    watch.event(LauncherEvent("idle", 4), 7.0)
+    assert watch.report.refusal == "", "nothing was there that could have stayed"
+
+
 def test_launcher_that_reconnects_and_still_runs_the_command_changes_nothing() -> None:
     watch = running()
     watch.launcher_gone(5.0)

@@ -171,6 +171,8 @@ _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery has ended although no step was reported: not every script reports them."""
 
 
+_NAMED = 3
+"""Workers whose processes did not stay that are named."""
 LENGTH = 10
 """Recoveries that are remembered."""
 _SENTENCE = 160
@@ -190,7 +192,13 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
             and not absent_trainers(reports)
         ):
             kept = sum(report.trainer.stays for report in reports.values())
-            released = replace(recovery, restored_at=obs.now, released_at=obs.now, kept=kept)
+            released = replace(
+                recovery,
+                restored_at=obs.now,
+                released_at=obs.now,
+                kept=kept,
+                restarted_message=_why_restarted(obs, reports) if recovery.keeps else "",
+            )
             return replace(status, recovery=released)
         return status
     first_steps = [report.trainer.first_step_at for report in reports.values()]
@@ -238,6 +246,19 @@ def _ready(report: Report, status: JobRecord) -> bool:
     return report.restore.state is RestoreState.READY and report.restore.version == status.restored_version
 
 
+def _why_restarted(obs: Observation, reports: Mapping[int, Report]) -> str:
+    """Why processes that were not lost are started anew; empty: none is."""
+    said = [
+        f"worker {worker}, {report.trainer.refusal}"
+        for worker, report in sorted(reports.items())
+        if report.trainer.refusal
+    ]
+    if said:
+        return f"{'; '.join(said[:_NAMED])}{f'; and {len(said) - _NAMED} more' * (len(said) > _NAMED)}"
+    before = obs.conditions.get(conditions.IN_PROCESS)
+    return before.message if before is not None and before.reason == conditions.PROCESSES_RESTART else ""
+
+
 def _ended(
     obs: Observation, status: JobRecord, recovery: Recovery, reports: Mapping[int, Report], first_step: float
 ) -> JobRecord:
@@ -270,6 +291,7 @@ def _summary(
         "rebuilt": sum(rank.rebuilt for rank in ranks),
         "inProcess": recovery.kept,
         "restarted": obs.size * obs.job.spec.procs_per_worker - recovery.kept,
+        **({"restartedMessage": recovery.restarted_message} if recovery.restarted_message else {}),
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
         "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),

@@ -12,6 +12,7 @@ from tiercheck_operator.model.observed import Patience
 def staying(**spec: object) -> World:
     world = trained(workers=4, **spec)
     world.staying = True
+    world.tick()
     return world
 
 
@@ -33,6 +34,7 @@ def test_lost_pod_is_replaced_by_one_that_joins_the_others() -> None:
     world.end_gracefully(world.member(2))
     world.until("Running", attempt=2)
     assert (world.summary["inProcess"], world.summary["restarted"]) == (3, 1)
+    assert "restartedMessage" not in world.summary
 
 
 def test_job_says_before_a_failure_whether_its_processes_would_stay() -> None:
@@ -48,14 +50,32 @@ def test_job_says_before_a_failure_whether_its_processes_would_stay() -> None:
     assert trained(workers=4, interrupt_seconds=0.0).told("InProcess")[:2] == (False, "ProcessesRestart")
 
 
-@pytest.mark.parametrize("recovery", [{"interrupt_seconds": 0.0}, {}])
-def test_nobody_stays_who_must_not_or_cannot(recovery: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("recovery", "why"),
+    [
+        ({"interrupt_seconds": 0.0}, "spec.recovery.inProcess is Never"),
+        ({}, "worker 0: its loop is neither checkpointer.steps nor in tiercheck.reenter"),
+    ],
+)
+def test_nobody_stays_who_must_not_or_cannot(recovery: dict[str, object], why: str) -> None:
     world = staying(**recovery)
     world.staying = bool(recovery)
+    world.tick()
     world.crash(1)
     world.until("Running", attempt=2)
     assert (world.summary["inProcess"], world.summary["restarted"]) == (0, 4)
     assert not any(joins for *_, joins in told(world))
+    assert world.summary["restartedMessage"] == why
+
+
+def test_summary_says_why_a_process_that_was_not_lost_did_not_stay() -> None:
+    world = staying()
+    world.late = {0: "rank 0: it did not leave its step", 3: "rank 3: it uses NCCL"}
+    world.crash(1)
+    world.until("Running", attempt=2)
+    assert (world.summary["inProcess"], world.summary["restarted"]) == (1, 3)
+    message = "worker 0, rank 0: it did not leave its step; worker 3, rank 3: it uses NCCL"
+    assert world.summary["restartedMessage"] == message
 
 
 def test_attempt_that_fails_before_its_first_step_leaves_no_process_that_stays() -> None:
