@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from play import Play, Report, Row
 from stage import SYSTEM, TRAINING, Stage, indexed_job, job, policy, wait_until_gone
+from testbed.cluster import Testbed
 from testbed.processes import wait_for
 from training import Begin, LossReader, Training
 
@@ -28,7 +29,19 @@ def test_spare_takes_over(begin: Begin, report: Report) -> None:
     training.wait("the spare to be ready", lambda status: condition_is(status, "SparesReady"))
     Play(training, report).recover(
         "pod deleted, a spare waits", ("force delete", 1),
-        causes=(Cause.POD_DELETED,), replaced={1}, bound=5,
+        causes=(Cause.POD_DELETED,), replaced={1}, bound=5, restarted=1,
+    )  # fmt: skip
+    assert "-spare-" in training.pod_of(1)
+
+
+def test_spare_takes_over_from_a_node_without_power(begin: Begin, report: Report, healed: Testbed) -> None:
+    """The other worker's process stays: nothing closes its connections to the lost one."""
+    training = begin(TRAINING, job("unplugged", workers=2, spares=1))
+    training.wait_until_protected()
+    training.wait("the spare to be ready", lambda status: condition_is(status, "SparesReady"))
+    Play(training, report).recover(
+        "node, power cut, a spare waits", ("node", 1),
+        causes=(Cause.NODE_SILENT, Cause.NODE_LOST), replaced={1}, bound=5, restarted=1,
     )  # fmt: skip
     assert "-spare-" in training.pod_of(1)
 
