@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launcher_harness import SLEEP, Launch, Launched, alive, order, released
+from tests.launcher.launcher_harness import SLEEP, Launch, Launched, alive, order, released, shell
 from tests.scripted_sidecar import until
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import HealthCheck, Phase
@@ -129,3 +129,47 @@ def test_command_that_waits_ends_with_its_job(launch: Launch) -> None:
 def test_only_a_command_that_starts_beside_others_that_stayed_is_told_to_join_them() -> None:
     assert ENV_JOINS not in command_environment({}, order(2, Phase.RELEASE))
     assert command_environment({}, order(2, Phase.RELEASE, joins=True))[ENV_JOINS] == "1"
+
+
+def test_command_that_joins_others_is_started_before_the_release_and_begins_with_it(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(2, Phase.HOLD, joins=True))
+    pid = int(launched.line().split()[0])
+    assert launched.sidecar.hears("idle", 2)
+    assert [event.event for event in launched.sidecar.events if event.attempt == 2] == ["idle"]
+    launched.sidecar.say(order(2, Phase.RELEASE, joins=True))
+    assert launched.sidecar.hears("started", 2)
+    assert alive(pid)
+
+
+@pytest.mark.parametrize("changes", [{"joins": False}, {"joins": True, "master_host": "127.0.0.8"}])
+def test_command_that_was_started_for_another_release_is_started_anew(
+    launch: Launch, changes: dict[str, object]
+) -> None:
+    """Because no other stayed, say."""
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(2, Phase.HOLD, joins=True))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.say(order(2, Phase.RELEASE, **changes))
+    assert launched.sidecar.hears("started", 2)
+    assert int(launched.line().split()[0]) != pid
+    assert not alive(pid)
+
+
+def test_command_that_fails_before_the_release_has_ended_its_attempt(launch: Launch) -> None:
+    launched = launch(shell("exit 3"))
+    launched.sidecar.say(order(2, Phase.HOLD, joins=True))
+    assert launched.sidecar.hears("exited", 2).exit_code == 3
+    launched.sidecar.say(order(3, Phase.HOLD))
+    assert launched.sidecar.hears("idle", 3)
+
+
+def test_command_that_was_started_ahead_ends_with_its_attempt(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(2, Phase.HOLD, joins=True))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.say(order(3, Phase.HOLD))
+    assert launched.sidecar.hears("idle", 3)
+    assert not alive(pid)
+    launched.sidecar.say(order(3, Phase.RELEASE))
+    assert launched.sidecar.hears("started", 3)

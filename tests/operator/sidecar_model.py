@@ -347,7 +347,10 @@ class SidecarModel:
         self.serial += 1
         directive = self.directive
         absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
-        listens = {"listens": int(world.staying and not world.refusal), "refusal": self.trainer.refusal or world.refusal}
+        listens = {
+            "listens": int(world.staying and not world.refusal),
+            "refusal": self.trainer.refusal or world.refusal,
+        }
         holdings = [
             Holding(each.rank, each.version, tier, 1, each.kind)
             for tier, held in ((Tier.LOCAL, self.own), (Tier.PEER, self.hosted))

@@ -63,6 +63,8 @@ class Launcher:
         self._order: Order | None = None
         self._attempt = 0
         """Of the command that runs or ran last."""
+        self._ahead: Order | None = None
+        """By which a command was started that waits in `restore` for its attempt's release."""
         self._state = LauncherEvent("idle", 0)
         self._sweeping = False
         """The command has ended; what it left behind is being killed."""
@@ -293,6 +295,8 @@ class Launcher:
             dump_stacks()
         if self._busy and order.phase is Phase.FINISH:
             self._stop(signal.SIGTERM)
+        elif self._ahead is not None and (order.attempt, order.phase) == (self._attempt, Phase.RELEASE):
+            self._release_ahead(order)
         elif self._busy and order.attempt > self._attempt and not self._stays:
             # Where that begins is decided, so what this one would still save is of no use, and all others
             # wait for its end.
@@ -311,7 +315,7 @@ class Launcher:
         """The command and all that it started are gone."""
         stopped = self._stop_deadline is not None
         self._sweeping = False
-        self._stop_deadline = None
+        self._stop_deadline = self._ahead = None
         if not stopped or self._signalled is not None:
             self._tell_exit()
 
@@ -335,7 +339,7 @@ class Launcher:
             if order.phase is Phase.HOLD:
                 failpoint("before-idle")
                 self._tell(LauncherEvent("idle", order.attempt))
-            else:
+            if order.phase is Phase.RELEASE or order.joins:
                 self._start(order)
         elif order.phase is Phase.RELEASE and self._state.event == "idle":
             self._start(order)
@@ -384,12 +388,25 @@ class Launcher:
     def _start_ranks(self, order: Order) -> None:
         """All that do not run yet."""
         self._attempt, self._exit_code = order.attempt, 0
-        self._marker.write_text(str(order.attempt))
         self._out_of_memory.begin()
         self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
-        if self._execute(partial(self._command.start_missing, order), order):
+        if order.phase is Phase.HOLD:
+            self._ahead = order
+        else:
+            self._marker.write_text(str(order.attempt))
+        if self._execute(partial(self._command.start_missing, order), order) and self._ahead is None:
             self._tell(LauncherEvent("started", order.attempt))
+
+    def _release_ahead(self, order: Order) -> None:
+        """The command that was started ahead begins, if it is the one that this order would start."""
+        assert self._ahead is not None
+        if command_environment({}, self._ahead) == command_environment({}, order):
+            self._ahead = None
+            self._marker.write_text(str(order.attempt))
+            self._tell(LauncherEvent("started", order.attempt))
+        else:
+            self._stop_deadline = time.monotonic()
 
     def _execute(self, start: Callable[[], None], order: Order) -> bool:
         """False: it cannot be executed, as is reported."""

@@ -303,6 +303,6 @@ class Directive:
     number: int = 0
     """One more than `Report.followed` was when this was decided upon."""
     joins: bool = False
-    """With Release: some ranks kept their processes, and those that start now join them."""
+    """Some ranks keep their processes, and those that start now join them: with Hold as it seems."""
     signature: str = ""
     """The operator's, of the attempt (`protocol.signing`): by it those believe it who are not told."""

@@ -227,7 +227,8 @@ class Order:
     stays: tuple[int, ...] = ()
     """Those that have left their step for `attempt`, and wait: from its release on they are of it."""
     joins: bool = False
-    """With Release: other ranks kept their processes, and one that is started now joins them."""
+    """Other ranks keep their processes, and one that is started now joins them. With Hold it may be started
+    already: it waits for the release in `restore`."""
 
 
 @dataclass(frozen=True)

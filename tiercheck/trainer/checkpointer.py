@@ -233,6 +233,7 @@ class Checkpointer:
                 "this Checkpointer was made before the process was forked: make it in the one that trains"
             )
         if groups().alone:  # from here on the others are there, and this rank is one of them
+            self._backend.find()  # once the attempt is released
             self._let_go()
             groups().reconnect(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.world_size

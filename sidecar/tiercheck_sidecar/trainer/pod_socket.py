@@ -220,5 +220,5 @@ class TrainerSocket:
             interrupt_seconds=directive.policy.interrupt_seconds,
             listens=trainer.listeners(ranks),
             stays=trainer.left(ranks, attempt),
-            joins=directive.joins,
+            joins=directive.joins and not trainer.lost_container and attempt == directive.attempt,
         )

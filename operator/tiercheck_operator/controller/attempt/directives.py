@@ -32,12 +32,13 @@ from tiercheck_operator.controller.observe.inventories import (
     to_sources,
 )
 from tiercheck_operator.controller.placement.placing import distance_between
+from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
 from tiercheck_operator.model.spelling import parse_duration, parse_quantity
-from tiercheck_operator.model.status import JobRecord
+from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.availability import Missing
 
 _FIRST_PORT, _PORTS = 20000, 10000
@@ -198,10 +199,20 @@ def build_directives(
             placement=named,
             pod_uid=members[worker].uid,
             exit_code=exit_code,
-            joins=recovery is not None and recovery.kept > 0,
+            joins=_joins(obs, recovery, phase),
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive, named_table))
     return directives
+
+
+def _joins(obs: Observation, recovery: Recovery | None, phase: Phase) -> bool:
+    """Whether a process that is started joins others that stayed; before the release: whether it will."""
+    if recovery is None or not recovery.keeps:
+        return False
+    if phase is not Phase.HOLD:
+        return recovery.kept > 0
+    would_stay = obs.conditions.get(conditions.IN_PROCESS)
+    return not recovery.tries and would_stay is not None and would_stay.reason == conditions.PROCESSES_STAY
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:

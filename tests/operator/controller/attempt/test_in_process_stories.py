@@ -68,6 +68,17 @@ def test_nobody_stays_who_must_not_or_cannot(recovery: dict[str, object], why: s
     assert world.summary["restartedMessage"] == why
 
 
+def test_lost_rank_may_start_before_the_release_where_others_would_stay() -> None:
+    world = staying()
+    seen = []
+    world.bad_starts.add(1)
+    world.crash(1)
+    while world.status.attempt < 3 or not seen or seen[-1][0] != 3:
+        world.tick()
+        seen += [(world.status.attempt, joins) for phase, _, joins in told(world) if phase is Phase.HOLD]
+    assert set(seen) == {(2, True), (3, False)}, "the second try starts all anew"
+
+
 def test_summary_says_why_a_process_that_was_not_lost_did_not_stay() -> None:
     world = staying()
     world.late = {0: "rank 0: it did not leave its step", 3: "rank 3: it uses NCCL"}
