@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +65,8 @@ class Saver:
         self.sanity = Sanity()
         self.unbroken = Unbroken()
         self.pace = Pace()
-        self.layouts = Layouts(self.reserve)
+        # No cycle: what an attempt held goes with it. The collector comes late, and finds it old.
+        self.layouts = Layouts(partial(Saver.reserve, weakref.proxy(self)))
         self._desk = Desk(backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality)
         self.script: Script | None = None
         """Set before the first delta is submitted."""
