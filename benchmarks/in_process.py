@@ -27,7 +27,7 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
-_REST = (6.0, 8.0)
+_REST = (5.0, 7.0)
 """Seconds between two injections: the next warm interpreter is there by then."""
 _ENOUGH = {"LIVES": "1000000", "TIERCHECK_WARM_AFTER_SECONDS": "2", "PACE": "0.05"}
 _IMPATIENT = {"failurePolicy": {"maxRestarts": 1000, "hang": {"minSeconds": 4, "stepFactor": 20}}}
