@@ -202,6 +202,10 @@ class Hello:
     """Of a listener: why the process cannot stay when its attempt ends; empty: it can."""
 
 
+NOT_RELEASED = "not every rank is restored yet"
+"""The error of a Welcome before the release of the rank's attempt."""
+
+
 @dataclass(frozen=True)
 class Order:
     """To the launcher: the wanted state of the training command."""

@@ -18,6 +18,7 @@ from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import (
+    NOT_RELEASED,
     AbandonSlot,
     BeginSlot,
     BorrowArtifact,
@@ -240,7 +241,7 @@ class RankSession:
         if hello.world_size != world:
             return f"the job has {world} ranks, not {hello.world_size}"
         if directive.phase is Phase.HOLD or state is not RestoreState.READY:
-            return "not every rank is restored yet"
+            return NOT_RELEASED
         if lost:
             return f"attempt {directive.attempt} ended here when the trainer container was restarted"
         return ""

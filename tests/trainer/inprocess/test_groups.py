@@ -44,3 +44,26 @@ def test_old_connections_go_with_their_threads_however_often_there_are_new_ones(
         ranks.append(subprocess.Popen(command, env={**os.environ, **mine}, stderr=subprocess.PIPE, text=True))
     said = [each.communicate(timeout=120)[1] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0, 0], said
+
+
+def test_collective_that_never_ends_holds_up_no_new_connections(tmp_path: Path) -> None:
+    """gloo waits for it where the old connections are closed."""
+    script, ports = Path(__file__).with_name("stuck_script.py"), list(map(str, free_ports(2)))
+
+    def start(what: str, rank: int, **more: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, ENV_RUN_DIR: str(tmp_path), "RANK": str(rank), "WORLD_SIZE": "2", **more}
+        command = [sys.executable, str(script), what, str(rank), *ports]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    waiting, absent = start("waits", 0), start("absent", 1)
+    assert absent.stdout is not None
+    assert absent.stdout.readline() == "absent\n"
+    joining = start("joins", 1, **{ENV_JOINS: "1"})
+    try:
+        said = [each.stdout.readline() for each in (waiting, joining) if each.stdout is not None]
+        assert said == ["renewed 2 False\n"] * 2
+        assert absent.poll() is None
+    finally:
+        for each in (waiting, absent, joining):
+            each.kill()
+            each.communicate()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import (
+    NOT_RELEASED,
     AbandonSlot,
     BeginSlot,
     BorrowArtifact,
@@ -197,7 +198,7 @@ class SidecarBackend:
                     raise RestoreError(f"the sidecar does not answer: {error}") from error
                 time.sleep(0.1)
             except Skipped as error:
-                early = os.environ.get(ENV_JOINS) == "1"  # it may have been started before the release
+                early = str(error) == NOT_RELEASED and os.environ.get(ENV_JOINS) == "1"  # started before it
                 if self.fenced or (time.monotonic() > deadline and not early):
                     raise RestoreError(str(error)) from error
                 time.sleep(0.05)

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed
 
 from tiercheck.protocol.names import ENV_JOINS, ENV_RUN_DIR
+from tiercheck.supervised import begin
 
 dist: Any = torch.distributed
 c10d: Any = getattr(dist, "distributed_c10d", None)
@@ -38,6 +39,7 @@ _NO_MEMBER = getattr(getattr(c10d, "GroupMember", None), "NON_GROUP_MEMBER", Non
 _LOOK_EVERY = 0.02
 _JOIN_SECONDS = 600.0
 """How long a rank waits for the others when connections are made anew: one of them may build its model."""
+_CLOSE_SECONDS = 1.0
 _HARMLESS = {"init_process_group", "new_group", "barrier", "monitored_barrier", "destroy_process_group"}
 """Functions of torch.distributed that move no values of the script."""
 
@@ -170,8 +172,9 @@ class ReconnectableGroups:
                 (made, self._make_again(made, store, backend or made.backend)) for made in self._made
             ]
             renewed = [(made.group, new) for made, new in made_anew if made.group is not None]
-            for group, new in renewed:
-                _put_below(group, new)
+            old = [_put_below(group, new) for group, new in renewed]
+            # gloo waits for the collectives of the old ones: now and then one never ends.
+            begin("tiercheck-connections", old.clear).join(_CLOSE_SECONDS)
             _hand_over(renewed, kept)
         c10d._unregister_all_process_groups()
         for group, _ in renewed:
@@ -313,15 +316,17 @@ def _release() -> Any:
     return found if hasattr(dist.ProcessGroup, "_id") else None
 
 
-def _put_below(group: Any, new: Any) -> None:
-    """Let go of the backends of `group`, which ends their threads, and give it those of `new`."""
-    kinds = c10d.Backend.backend_type_map
+def _put_below(group: Any, new: Any) -> list[Any]:
+    """Give `group` the backends of `new`, and return its old ones. With the last reference to one its threads
+    end."""
+    kinds, old = c10d.Backend.backend_type_map, _backends(group)
     found = {device: each._get_backend(device) for each in (group, new) for device in each._device_types}
     _release()(group._id())
     for device, backend in found.items():  # one that was alone keeps that of other devices
         group._register_backend(device, kinds[backend.name()], backend)
     kind = kinds.get(new._get_backend_name(), dist.ProcessGroup.BackendType.CUSTOM)
     group._set_default_backend(kind)
+    return old
 
 
 def _backends(group: Any) -> list[Any]:
