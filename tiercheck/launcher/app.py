@@ -295,8 +295,15 @@ class Launcher:
             dump_stacks()
         if self._busy and order.phase is Phase.FINISH:
             self._stop(signal.SIGTERM)
-        elif self._ahead is not None and (order.attempt, order.phase) == (self._attempt, Phase.RELEASE):
-            self._release_ahead(order)
+        elif (
+            self._ahead is not None
+            and self._state.event == "idle"
+            and (order.attempt, order.phase) == (self._attempt, Phase.RELEASE)
+        ):
+            if command_environment({}, self._ahead) == command_environment({}, order):
+                self._start_ranks(order)
+            else:  # none of the others stayed, say: it ends, and another is started
+                self._stop_deadline = time.monotonic()
         elif self._busy and order.attempt > self._attempt and not self._stays:
             # Where that begins is decided, so what this one would still save is of no use, and all others
             # wait for its end.
@@ -391,22 +398,11 @@ class Launcher:
         self._out_of_memory.begin()
         self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
-        if order.phase is Phase.HOLD:
-            self._ahead = order
-        else:
+        self._ahead = order if order.phase is Phase.HOLD else None
+        if self._ahead is None:
             self._marker.write_text(str(order.attempt))
         if self._execute(partial(self._command.start_missing, order), order) and self._ahead is None:
             self._tell(LauncherEvent("started", order.attempt))
-
-    def _release_ahead(self, order: Order) -> None:
-        """The command that was started ahead begins, if it is the one that this order would start."""
-        assert self._ahead is not None
-        if command_environment({}, self._ahead) == command_environment({}, order):
-            self._ahead = None
-            self._marker.write_text(str(order.attempt))
-            self._tell(LauncherEvent("started", order.attempt))
-        else:
-            self._stop_deadline = time.monotonic()
 
     def _execute(self, start: Callable[[], None], order: Order) -> bool:
         """False: it cannot be executed, as is reported."""
