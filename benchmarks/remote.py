@@ -1,8 +1,8 @@
 """Measures what uploads and restores cost in CPU and time, beside obstore alone and boto3.
 
 All move the same bytes of shared memory, ours and obstore by the mapping that a slot has for as long as it
-lasts, up in parts of 16 MiB, down in ranges of 8 MiB, four at a time. Ours verifies every chunk against the
-digests of sealing, both ways; obstore does not. On the way up ours and obstore send a CRC64NVME with each
+lasts, four at a time: up in parts of 16 MiB, down as is cheapest for each. Ours verifies every chunk against
+the digests of sealing, both ways; obstore does not. On the way up ours and obstore send a CRC64NVME with each
 part. Rounds take turns, every other one backwards, and the median of the rounds' ratios counts. boto3, which
 takes longest, has a third of the rounds.
 
@@ -36,9 +36,10 @@ from tiercheck.protocol.version import Digests, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote import open_store
-from tiercheck_sidecar.remote.store import FETCH_BYTES, FETCH_THREADS
+from tiercheck_sidecar.remote.store import FETCH_THREADS
 
 PART = 16 * 2**20
+RANGE = 8 * 2**20
 PARALLEL = 4
 BUCKET = "benchmark"
 CLIENTS = ("ours", "obstore", "boto3")
@@ -213,14 +214,14 @@ def _ranges(alone: Any, target: memoryview) -> None:
 
     def one(begin: int) -> None:
         async def read() -> Any:
-            end = min(begin + FETCH_BYTES, len(target))
+            end = min(begin + RANGE, len(target))
             return await obstore.get_range_async(alone, "slot", start=begin, end=end)
 
         with memoryview(asyncio.run(read())) as found:
             target[begin : begin + len(found)] = found
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(one, range(0, len(target), FETCH_BYTES)))
+        list(pool.map(one, range(0, len(target), RANGE)))
 
 
 def _mapped(file: int, size: int, write: bool) -> memoryview:

@@ -141,13 +141,11 @@ class Arriving:
         self._seen, self._hasher, self._heard = 0, running_digest(), heard
 
     def __call__(self, arrived: int) -> None:
-        """So many bytes of `into` are there now; 0 when they begin to come, also when they begin again.
+        """So many bytes of `into` are there now; 0 when they begin to come.
 
         Raises RemoteCorrupt at the first chunk that differs.
         """
-        if arrived == 0:
-            self._seen, self._hasher = 0, running_digest()
-        self._heard(max(0, arrived - self._seen))
+        self._heard(arrived - self._seen)
         chunk = self._digests.chunk
         while self._seen < arrived:
             index = self._seen // chunk

@@ -26,8 +26,7 @@ LONGEST = MOST_BYTES
 thousand ranks has some 3 MiB."""
 
 Arrived = Callable[[int], None]
-"""Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them
-all again."""
+"""Called with how many bytes of what is read are there; with 0 when the reading begins."""
 
 
 class Gate(Protocol):

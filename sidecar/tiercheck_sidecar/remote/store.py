@@ -44,8 +44,10 @@ from tiercheck_sidecar.remote.preflight import StoreFinding, examine
 
 _SEEDED = "imported"
 """In place of the job's UID: no job wrote it."""
-FETCH_BYTES = 8 * 1024 * 1024
 FETCH_THREADS = 4
+FETCH_BYTES = 64 * 1024 * 1024
+"""Bytes of the largest range, and of the smallest of several:"""
+FETCH_LEAST = 8 * 1024 * 1024
 _REFUSALS = 3
 """Versions whose deletion failed, after which the others wait for the next time."""
 _ANNOUNCED = 8
@@ -417,8 +419,9 @@ class RemoteStore:
 
 
 def _stretches(chunks: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
-    """Bytes to read at once: neighbours together, but not too many."""
-    most = max(1, FETCH_BYTES // chunk)
+    """Ranges to read: neighbours together, but not too many, so that every thread has some."""
+    share = -(-len(chunks) * chunk // FETCH_THREADS)
+    most = max(1, min(FETCH_BYTES, max(FETCH_LEAST, share)) // chunk)
     first = place = 0
     while first < len(chunks):
         place = first + 1

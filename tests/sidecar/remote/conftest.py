@@ -26,7 +26,7 @@ from tests.sidecar.remote import radosgw
 from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, Place, S3Place
 from tests.sidecar.remote.s3.faulty_proxy import Proxy, proxying
 from tests.sidecar.world import until
-from tiercheck_sidecar.remote.s3 import s3_transfers
+from tiercheck_sidecar.remote.s3 import s3_ranges, s3_transfers
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_ranges, "_BACKOFF", (0.01, 0.01))
     monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.001)
 
 

@@ -1,4 +1,4 @@
-"""A bucket as remote tier: obstore moves the bytes of artifacts, boto3 does the rest.
+"""A bucket as remote tier: obstore sends the bytes of artifacts, boto3's connections do the rest.
 
 boto3 finds credentials, lists, deletes, and creates the manifest with `If-None-Match: *`. Payloads are not
 signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME guards
@@ -248,7 +248,8 @@ class S3Objects(Objects):
         if not into:
             return 0
         clients = self._clients()
-        return clients.transfers.receive(self._key(key), offset, into, arrived)
+        with self._boto():
+            return clients.ranges.read_into(self._key(key), offset, into, arrived)
 
     def list(self, prefix: str) -> list[Stored]:
         clients = self._clients()

@@ -22,6 +22,7 @@ from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
+from tiercheck_sidecar.remote.s3.s3_ranges import RangeReader
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Clients:
 
     boto: Any
     transfers: Transfers
+    ranges: RangeReader
     bucket: str
     location: str
     conditional: bool = True
@@ -69,7 +71,7 @@ class Clients:
             connect_timeout=CONNECT_SECONDS,
             read_timeout=READ_SECONDS,
             retries={"mode": "standard", "total_max_attempts": TRIES},
-            max_pool_connections=16,
+            max_pool_connections=32,
             s3={
                 "addressing_style": (settings.addressing or ("Path" if settings.endpoint else "auto")).lower()
             },
@@ -93,7 +95,10 @@ class Clients:
         where: S3Config = {**_address(boto, settings.bucket), **_demanded(settings)}
         client, more = _connections(boto, authorities), settings.storage_class
         transfers = Transfers(where, client, credentials, location, closed, storage_class=more)
-        return Clients(boto, transfers, settings.bucket, location, _trust=trust)
+        ranges = RangeReader(boto._endpoint.http_session, where, credentials, location, closed)
+        if settings.requester_pays:
+            ranges.headers[_PAYER] = "requester"
+        return Clients(boto, transfers, ranges, settings.bucket, location, _trust=trust)
 
     def probe(self, key: str) -> None:
         """Once: learn by one tiny object whether writing is allowed, whether the server takes CRC64NVME, and
@@ -133,6 +138,7 @@ class Clients:
     def close(self) -> None:
         """Release connections."""
         self.transfers.close()
+        self.ranges.close()
         self.boto.close()
         if self._trust is not None:
             os.close(self._trust)
@@ -147,6 +153,7 @@ def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
     return random.uniform(0, BUSY_PAUSE * 2**attempts) if answer.is_busy and answer.status >= 400 else None
 
 
+_PAYER = "x-amz-request-payer"
 _SSE, _SSE_KEY = "x-amz-server-side-encryption", "x-amz-server-side-encryption-aws-kms-key-id"
 
 
@@ -174,7 +181,7 @@ def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: 
     """The same, in what boto3 is about to sign; and a checksum, which buckets with a lock demand."""
     headers, body = params["headers"], params["body"]
     if settings.requester_pays:
-        headers["x-amz-request-payer"] = "requester"
+        headers[_PAYER] = "requester"
     if model.name == "PutObject":
         headers.update(_made_with(settings))
     if model.name in ("PutObject", "UploadPart") and "x-amz-checksum-crc64nvme" not in headers:

@@ -163,18 +163,33 @@ def silence(location: str, seconds: float) -> RemoteError:
     return _unreachable(location, f"it took nothing and said nothing for {seconds:g} s")
 
 
-def is_absent(error: Exception) -> bool:
-    """Whether the object that obstore was to read does not exist, or ends before the range."""
-    answer = _answer_in(str(error))
+def from_read(error: Exception, location: str) -> RemoteError:
+    """For what reading an answer's body raises: RemoteError, botocore's, OSError and HTTPException."""
+    from botocore.exceptions import BotoCoreError, ConnectTimeoutError, ReadTimeoutError
+
+    if isinstance(error, RemoteError):
+        return error
+    if isinstance(error, TimeoutError | ReadTimeoutError | ConnectTimeoutError):
+        return _unreachable(location, "no progress in time")
+    if isinstance(error, BotoCoreError):
+        return from_boto(error, location)
+    return _unreachable(location, str(error) or type(error).__name__)
+
+
+def is_absent(answer: Answer) -> bool:
+    """Whether the object that was to be read does not exist, or ends before the range."""
     return answer.status == 416 or answer.code == "NoSuchKey"
+
+
+def answer_of_page(status: int, text: str) -> Answer:
+    """For a status and the body that came with it."""
+    region = _REGION.search(text[:_LONGEST_PAGE])
+    return Answer(status, *read_page(text), region[1] if region else "")
 
 
 def _answer_in(text: str) -> Answer:
     status = _STATUS.search(text)
-    if status is None:
-        return Answer()
-    region = _REGION.search(text[:_LONGEST_PAGE])
-    return Answer(int(status[1]), *read_page(text[status.end() :]), region[1] if region else "")
+    return answer_of_page(int(status[1]), text[status.end() :]) if status is not None else Answer()
 
 
 def of_answer(answer: Answer, location: str) -> RemoteError:

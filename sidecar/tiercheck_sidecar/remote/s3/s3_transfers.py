@@ -1,14 +1,13 @@
-"""obstore carries the bytes of artifacts: out of the mapped slot into a bucket, and back into memory.
+"""obstore carries the bytes of artifacts out of the mapped slot into a bucket.
 
-Each transfer is an asyncio task: cancelling it ends it at once, wherever it waits, and leaves what has
-arrived. obstore tells of no progress within a part, so a store that takes none for a while is asked something
-small: one that answers is slow, one that does not is silent, and is named.
+Each upload is an asyncio task: cancelling it ends it at once, wherever it waits, and leaves the parts that
+are stored. obstore tells of no progress within a part, so a store that takes none for a while is asked
+something small: one that answers is slow, one that does not is silent, and is named.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from tiercheck_sidecar.remote.config import PARALLEL_PARTS
-from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt
-from tiercheck_sidecar.remote.objects import Arrived, Gate
+from tiercheck_sidecar.remote.errors import RemoteClosed, RemoteCorrupt
+from tiercheck_sidecar.remote.objects import Gate
 from tiercheck_sidecar.remote.s3 import s3_errors
 
 if TYPE_CHECKING:
@@ -29,17 +28,11 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config, S3Credential
 
 STALL_SECONDS = 10
-"""Without a byte of what is read, or a part taken, or an answer to whether the store is there."""
-STALLS = 2
-"""Tries that may end so."""
+"""Without a part taken, or an answer to whether the store is there."""
 SEND_SECONDS = 120
 """For a server that answers to take and store a part."""
 TRIES = 8
-READS = 8
-"""Ranges that are read at once, for all ranks together: each is in memory once more until it is copied."""
 _BACKOFF = (0.2, 5.0)
-_ARRIVAL = 512 * 1024
-"""Small enough to be still in a core's cache when it is verified."""
 
 
 @dataclass
@@ -71,11 +64,7 @@ class Transfers:
         self._location, self._closed = location, closed
         self._lock = threading.Lock()
         self._running: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
-        self._reading = threading.BoundedSemaphore(READS)
-        # Tries of our own, which tell silence from other trouble.
-        longest, stall = timedelta(days=1), timedelta(seconds=STALL_SECONDS)
-        self._receiving = self._store(config, {"timeout": longest, "read_timeout": stall}, retries=0)
-        self._asking = self._store(config, {"timeout": stall}, retries=0)
+        self._asking = self._store(config, {"timeout": timedelta(seconds=STALL_SECONDS)}, retries=0)
         self.use_checksum("CRC64NVME")
 
     def use_checksum(self, algorithm: str) -> None:
@@ -124,46 +113,11 @@ class Transfers:
 
         self._finish(key, upload(), known)
 
-    def receive(self, key: str, offset: int, into: memoryview, arrived: Arrived) -> int:
-        """As `Objects.read_into`."""
-        stalls = 0
-        for number in range(TRIES):
-            try:
-                with self._reading:
-                    return self._receive(key, offset, into, arrived)
-            except (BaseError, FileNotFoundError) as error:
-                if s3_errors.is_absent(error):
-                    return 0
-                found = s3_errors.from_obstore(error, self._location)
-                passing = found.reason is Reason.UNREACHABLE and found.retriable
-                stalls += s3_errors.is_silence(error)
-                if not passing or number == TRIES - 1 or stalls == STALLS:
-                    raise found from error
-            # Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
-            if self._closed.wait(random.uniform(0, min(_BACKOFF[1], _BACKOFF[0] * 2**number))):
-                raise RemoteClosed
-        raise AssertionError("unreachable")
-
     def close(self) -> None:
-        """End what is under way; parts that have arrived stay. `closed` is set already."""
+        """End what is under way; parts that are stored stay. `closed` is set already."""
         with self._lock:
             for loop, task in self._running:
                 loop.call_soon_threadsafe(task.cancel)
-
-    def _receive(self, key: str, offset: int, into: memoryview, arrived: Arrived) -> int:
-        async def read() -> Any:
-            # As one: obstore collects what a connection brings in threads of its own. A stream in pieces
-            # wakes us for each TLS record, at a third more CPU.
-            return await obstore.get_range_async(self._receiving, key, start=offset, end=offset + len(into))
-
-        arrived(0)
-        with memoryview(self._run(read())) as found:
-            size = min(len(into), len(found))
-            for begin in range(0, size, _ARRIVAL):
-                end = min(size, begin + _ARRIVAL)
-                into[begin:end] = found[begin:end]
-                arrived(end)
-        return size
 
     def _finish(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
         try:

@@ -19,7 +19,7 @@ from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fau
 from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store
-from tiercheck_sidecar.remote.s3 import s3, s3_transfers
+from tiercheck_sidecar.remote.s3 import s3, s3_ranges, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 PART = 5 * 1024 * 1024  # the least that S3 allows
@@ -193,7 +193,7 @@ def test_store_that_is_slow_and_answers_is_waited_for(
 def test_store_that_falls_silent_in_mid_restore_is_named_after_two_tries(
     proxy: Proxy, s3_server: tuple[str, Any], slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 1)
+    monkeypatch.setattr(s3_ranges, "STALL_SECONDS", 1)
     store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
     manifest = save(store, slots, NEW, os.urandom(1000))
     answer, tries = threading.Event(), []

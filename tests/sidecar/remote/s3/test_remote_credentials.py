@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from botocore.credentials import ReadOnlyCredentials
+from botocore.httpsession import URLLib3Session
 
 from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, Fault, Proxy, Seen, refusal, serving
@@ -29,6 +30,7 @@ from tiercheck_sidecar.remote import S3_FIELDS, Reason, RemoteError, examine_pla
 from tiercheck_sidecar.remote.errors import ignore
 from tiercheck_sidecar.remote.preflight import CHUNK
 from tiercheck_sidecar.remote.s3 import s3
+from tiercheck_sidecar.remote.s3.s3_ranges import RangeReader
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 
 
@@ -105,13 +107,15 @@ def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(keyless: Proxy,
         "aws_endpoint_url_s3": f"{keyless.url}/{BUCKET}",
         "virtual_hosted_style_request": True,
     }
-    transfers = Transfers(config, {"allow_http": True}, Renewing(), "s3://here", threading.Event())
+    closed = threading.Event()
+    transfers = Transfers(config, {"allow_http": True}, Renewing(), "s3://here", closed)
+    ranges = RangeReader(URLLib3Session(), config, Renewing(), "s3://here", closed)  # type: ignore[arg-type]
     into = memoryview(bytearray(5))
     transfers.send("x", b"state")
-    assert transfers.receive("x", 0, into, ignore) == 5
+    assert ranges.read_into("x", 0, into, ignore) == 5
     current[0] = "second"
     transfers.send("x", b"state")
-    assert transfers.receive("x", 0, into, ignore) == 5
+    assert ranges.read_into("x", 0, into, ignore) == 5
     assert [key_of(each) for each in keyless.seen] == ["first", "first", "second", "second"]
 
 
