@@ -42,19 +42,19 @@ def run(scale: Scale, parts: Sequence[str] = (), earlier: object = None) -> Outc
         deleted = _Struck(start(jobs, "ddp", {"spares": 1}, RANKS, **_ENOUGH)).all("delete", injections // 5)
     struck = (killed, stopped, deleted)
     losses = _compare([line for each in struck for line in each.lines])
-    name = "fault to the next step of all ranks, "
+    name = "fault to all ranks' next step, "
     kept, of = (sum(pair[at] for each in struck for pair in each.kept) for at in (0, 1))
-    unchanged = "survivors whose process, model and addresses are unchanged"
+    unchanged = "survivors whose process and addresses are unchanged"
     counted = " + ".join(str(len(each.seconds)) for each in struck)
-    note = f"{counted} ranks killed, stopped, pods deleted; {losses} losses, all those of an undisturbed run"
+    note = f"{counted} kills, stops, deletions; {losses} losses, all equal"
     figures = [
-        _figure(f"{name}killed rank, laptop cluster", killed.seconds, 1.0),
-        _figure(f"{name}lost pod with a spare, laptop cluster", deleted.seconds, 2.5),
-        _figure("survivors out of their collectives, rank killed", killed.out, 0.15),
-        _figure("survivors out, rank stopped, from the decision", stopped.out, 1.0),
+        _figure(f"{name}killed rank", killed.seconds, 1.0),
+        _figure(f"{name}pod deleted, a spare waits", deleted.seconds, 2.5),
+        _figure("survivors out, rank killed", killed.out, 0.15),
+        _figure("survivors out, rank stopped, after the decision", stopped.out, 1.0),
         Figure(unchanged, f"{kept} of {of}", "", kept / of, 0.95, Sense.AT_LEAST, note, "%"),
         _flat(killed.held()),
-        _figure("cost in the loop, each step", [_cost_of_a_step()], 5e-6),
+        _figure("cost of the loop, each step", [_cost_of_a_step()], 5e-6),
     ]
     return Outcome(figures, {"killed": killed.seconds, "pod lost": deleted.seconds, "out": killed.out})
 
@@ -68,7 +68,7 @@ def _compare(lines: list[dict[str, Any]]) -> int:
 
 def _figure(name: str, found: Sequence[float], bound: float) -> Figure:
     middle = statistics.median(found)
-    note = f"median of {len(found)}, worst {seconds_text(max(found))}, load {load():.1f}"
+    note = f"median of {len(found)}, worst {seconds_text(max(found))}"
     return Figure(name, seconds_text(middle), seconds_text(bound), middle / bound, 1.0, note=note)
 
 
@@ -83,7 +83,7 @@ def _flat(held: list[tuple[int, int, int]]) -> Figure:
     early, late = (
         f"{each[0]:.0f} descriptors, {each[1]:.0f} threads, {each[2] / 256:.0f} MiB" for each in (first, last)
     )
-    name = f"held by a process after {len(held)} recoveries, against its first ones"
+    name = f"held after {len(held)} recoveries, against the first"
     return Figure(name, late, early, grown, 1.1)
 
 

@@ -131,6 +131,7 @@ CAUSES = {
     "peer copy authenticated": "a core tags 37 GB/s in its cache, 8 from memory",
     "verified local restore": "what is copied is read once more, to verify it",
     "verified peer restore": "new memory for slot and moments (what these cost: local restore's note)",
+    "S3 restore over https": "Python's lock is taken for each TLS record",
     "S3": "each byte is digested on the way (0.06 s/GB); an upload begins with four calls",
     "peak memory of the operator": "48 KiB for each worker's connection, half of it OpenSSL's; 62 MiB idle",
     "restore of another size": "for each worker a handshake (11 %), its reports (19 %), 436 KB enciphered",
@@ -192,7 +193,7 @@ class Run:
     """Everything that is published together."""
 
     machine: dict[str, Any]
-    """Of the newest entries."""
+    """That most entries ran on."""
     command: str
     entries: list[Entry]
 
@@ -209,13 +210,17 @@ class Run:
         )
 
     def take_in(self, found: Iterable[Entry], machine: dict[str, Any], order: Iterable[str]) -> Run:
-        """With newer entries in the place of those of their names."""
+        """With newer entries in the place of those of their names. `machine`: that of `found`."""
         entries = {entry.name: entry for entry in self.entries}
         for entry in found:
             former = entries.get(entry.name)
             if former is None or former.when <= entry.when:
                 entries[entry.name] = entry
-        return Run(machine, self.command, [entries[name] for name in order if name in entries])
+        before = [self.machine] if self.machine else []
+        names = [entry.machine for entry in entries.values()]
+        # `before` first: the page's machine changes only when most entries ran on another.
+        most = max([*before, machine], key=lambda each: names.count(name_machine(each)))
+        return Run(most, self.command, [entries[name] for name in order if name in entries])
 
     @property
     def figures(self) -> list[Figure]:

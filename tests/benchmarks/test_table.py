@@ -153,3 +153,13 @@ def test_a_row_says_what_was_promised_and_whether_it_was_missed(ratio: float | N
     )
     row = next(line for line in page(run, {}).splitlines() if line.startswith("| waiting"))
     assert shown in row
+
+
+def test_page_names_the_machine_that_most_of_it_ran_on() -> None:
+    other, here = {**MACHINE, "processor": "another"}, "a processor, 2 cores"
+    before = Run(MACHINE, "make bench", [measured("a", 0.1, here), measured("b", 0.2, here)])
+    after = before.take_in([measured("c", 0.3, "another, 2 cores")], other, ["a", "b", "c"])
+    assert after.machine == MACHINE
+    assert "c 2026-01-01 (0.5, abc, another, 2 cores)" in page(after, {})
+    newer = [measured(name, 0.3, "another, 2 cores", "2026-01-02T00:00") for name in ("a", "b")]
+    assert after.take_in(newer, other, ["a", "b", "c"]).machine == other

@@ -79,7 +79,8 @@ def all_failed(job: Job) -> bool:
     return all(state is TrainerState.FAILED for state in states)
 
 
-@pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("spares", [0, 1])
 def test_node_whose_end_is_announced_costs_a_step_and_the_others_stay(
     jobs: Jobs, cluster: LocalCluster, spares: int
 ) -> None:
