@@ -286,7 +286,8 @@ class SidecarModel:
             places = [
                 SourceOffer(each, dict.fromkeys(self.world.offered(each, rank, self), 1)) for each in sources
             ]
-            found = plan(rank, version, self.told.history, {}, places)
+            assert self.told.restore is not None
+            found = plan(rank, version, self.told.history, {}, places, base=self.told.restore.base)
             if isinstance(found, OutOfReach):
                 return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
             wanted, used = found.artifacts(rank), [need.places[0] for need in found.needs]

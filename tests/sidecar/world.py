@@ -102,6 +102,8 @@ class World:
         self.base: Version | None = None
         self.others = 0
         """Ranks that saved it, if they are not as many as now."""
+        self.begin_from: Version | None = None
+        """Its snapshot, if all ranks are told one."""
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
         self._processes: dict[int, Process] = {}
@@ -313,7 +315,7 @@ class World:
         ranks = range(self.others) if self.others else range(worker * self.procs, (worker + 1) * self.procs)
         restore = None
         if self.base is not None:
-            restore = Restore(self.base, SourceTable.of(sources or {}, ranks), self.others)
+            restore = Restore(self.base, SourceTable.of(sources or {}, ranks), self.others, self.begin_from)
         return Directive(
             job_uid=JOB_UID,
             worker=worker,

@@ -186,6 +186,8 @@ class Restore:
     world_size: int = 0
     """Ranks that saved the version, if they are others than there are now: then it is a snapshot, and each
     rank borrows what it needs. 0: as many as now."""
+    base: Version | None = None
+    """The snapshot that all ranks begin from: replicas put its parts together. None: each has its own."""
 
 
 @dataclass(frozen=True)

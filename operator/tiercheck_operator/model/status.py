@@ -239,6 +239,9 @@ class JobRecord:
     sidecar_image: str = ""
     """With which the job's pods are made, until it is suspended."""
     history: Annotated[History, _AS_BRANCHES] = field(default_factory=History)
+    base: Annotated[Version | None, At("restore.base")] = None
+    """The snapshot from which every rank began the current attempt; None: each from its own, or from scratch.
+    """
     crashes: Annotated[int, At("restarts.crash"), ALWAYS] = 0
     counted: Annotated[int, At("restarts.counted"), ALWAYS] = 0
     """Restarts that count against maxRestarts now."""

@@ -61,6 +61,7 @@ class RankRestorer:
         assert directive.restore is not None
         self._state, self._vault, self._reach, self._verifiers = state, vault, reach, verifiers
         self._directive, self._rank, self._version = directive, rank, directive.restore.version
+        self._base = directive.restore.base
         self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
         self._places: list[SourceOffer] | None = None
         self._sound: set[Artifact] = set()
@@ -99,7 +100,14 @@ class RankRestorer:
             if self._state.attempt != self._directive.attempt or self._state.stopping:
                 self._failures.append("a newer attempt began")
                 return None
-            found = plan(self._rank, self._version, self._directive.history, self._own(), self._places or ())
+            found = plan(
+                self._rank,
+                self._version,
+                self._directive.history,
+                self._own(),
+                self._places or (),
+                base=self._base,
+            )
             if isinstance(found, OutOfReach):
                 if self._places is None:
                     self._places, failures = self._reach.ask(self._rank, self._version, self._sources)

@@ -74,10 +74,16 @@ class OutOfReach:
 
 
 def plan(
-    rank: int, version: Version, history: History, own: Mapping[Artifact, int], places: Sequence[SourceOffer]
+    rank: int,
+    version: Version,
+    history: History,
+    own: Mapping[Artifact, int],
+    places: Sequence[SourceOffer],
+    *,
+    base: Version | None = None,
 ) -> RestorePlan | OutOfReach:
-    """The best way to `version`. `own`: what this worker's memory holds, with bytes. `places`: nearest
-    first.
+    """The best way to `version`, from the snapshot `base` if given. `own`: what this worker's memory holds,
+    with bytes. `places`: nearest first.
     """
     if not history.accepts(version):
         return OutOfReach(())
@@ -87,9 +93,9 @@ def plan(
     needs: tuple[Need, ...] = ()
     while True:
         snapshot, delta = Artifact(rank, link), Artifact(rank, link, Kind.DELTA)
-        base = _need(snapshot, own, places)
-        if snapshot in own or base is not None:
-            found = RestorePlan(Chain(link, deltas), (*([base] if base else ()), *needs))
+        whole = _need(snapshot, own, places)
+        if base in (None, link) and (snapshot in own or whole is not None):
+            found = RestorePlan(Chain(link, deltas), (*([whole] if whole else ()), *needs))
             price = (_bytes_from(found, Tier.REMOTE), _bytes_from(found, None), len(deltas))
             if best is None or price < best[0]:
                 best = price, found

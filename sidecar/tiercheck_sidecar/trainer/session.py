@@ -225,8 +225,10 @@ class RankSession:
         return [str(path) for path in paths]
 
     def _chain(self, directive: Directive, version: Version) -> Chain | None:
-        own = self._vault.own_stock(self._hello.rank)
-        return chain_to(version, own.snapshots, own.deltas, directive.history)
+        own, restore = self._vault.own_stock(self._hello.rank), directive.restore
+        base = restore.base if restore is not None and restore.version == version else None
+        snapshots = own.snapshots if base is None else own.snapshots & {base}
+        return chain_to(version, snapshots, own.deltas, directive.history)
 
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
         hello = self._hello

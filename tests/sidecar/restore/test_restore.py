@@ -74,6 +74,19 @@ def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: M
     assert (here.tier, here.worker, here.deltas) == (Tier.LOCAL, None, 5)
 
 
+def test_trainer_is_given_the_chain_from_the_snapshot_that_all_begin_from(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2))
+    world.train(3)
+    with world.ranks(SIZE, DELTA) as ranks:
+        until(lambda: ranks[0].save(3), "a free slot")
+    until(lambda: 3 in slots(world, 0, "own"), "the snapshot is sealed")
+    for begin_from, expected in ((None, [(Kind.SNAPSHOT, 3)]), (Version(1, 1), chain(3))):
+        world.begin_from = begin_from
+        world.begin(Version(3, 1))
+        with world.rank(0) as rank:
+            assert handed_over(rank) == expected
+
+
 def test_one_bad_delta_in_own_memory_is_named_and_fetched_alone(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
     world.train(5)
@@ -301,6 +314,22 @@ def test_plan_leads_to_the_version_whenever_anything_does(
     assert [need.artifact for need in found.needs] == [each for each in chain if each not in own]
     for need in found.needs:
         assert need.places == tuple(place.source for place in elsewhere if need.artifact in place.offers)
+
+
+@given(offers, places, st.integers(1, 10), st.integers(1, 10))
+def test_chain_begins_where_it_is_told_to_or_there_is_none(
+    own: dict[Artifact, int], elsewhere: Sequence[SourceOffer], step: int, first: int
+) -> None:
+    base = version(first)
+    found = plan(RANK, version(step), HISTORY, own, elsewhere, base=base)
+    offered = own.keys() | {each for place in elsewhere for each in place.offers}
+    possible = chain_to(
+        version(step),
+        of_kind(Kind.SNAPSHOT, offered) & {base},
+        of_kind(Kind.DELTA, offered),
+        HISTORY,
+    )
+    assert (found.chain if isinstance(found, RestorePlan) else None) == possible
 
 
 @given(offers, places, st.integers(1, 10))

@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 
 from tests.lives import Lives
 from tiercheck import Checkpointer
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.backend import Backend, RestoreError
 from tiercheck.trainer.replicas.equality import Looked, are_unequal, were_saved_whole
+from tiercheck.trainer.restore.restoring import Restoring
 from tiercheck_cli.commands import app
 
 SCRIPT = Path(__file__).with_name("replica_runs.py")
@@ -123,6 +126,23 @@ def test_slots_of_a_version_disagree_if_any_ring_does() -> None:
     assert not are_unequal(equal)
     assert are_unequal([*equal, written(False, {"a": 1}, {"b": 3})])
     assert not are_unequal([*equal, "", written(False, {"a": None}, {"b": 2})])  # not all of it was sampled
+
+
+def test_shares_of_different_snapshots_are_not_put_together_and_the_older_one_still_counts() -> None:
+    given_up: list[tuple[int, Kind]] = []
+
+    class Recorder(Backend):
+        def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+            given_up.append((step, kind))
+
+    Recorder.__abstractmethods__ = frozenset()
+    restoring = Restoring(None, Recorder())  # type: ignore[arg-type, abstract]
+    shares, whole = written(False, {"a": 1}), written(True, {"a": 1})
+    with pytest.raises(RestoreError, match=r"step 400.*step 405.*different snapshots"):
+        restoring._refuse_others([(Version(405, 1), shares), (Version(400, 1), shares)])
+    assert given_up == [(405, Kind.SNAPSHOT)]
+    restoring._refuse_others([(Version(405, 1), shares), (Version(405, 1), shares)])
+    restoring._refuse_others([(Version(405, 1), whole), (Version(400, 1), "")])
 
 
 def test_whole_copies_of_replicas_are_told_from_a_state_without_replicas() -> None:

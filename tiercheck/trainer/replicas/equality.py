@@ -200,6 +200,11 @@ def are_unequal(written: Iterable[str]) -> bool:
     return any(known.setdefault(ring, found) != found for text in written for ring, found in _rings_in(text))
 
 
+def were_saved_as_shares(written: str) -> bool:
+    """Whether each replica saved its part alone."""
+    return written.startswith(_SHARES)
+
+
 def were_saved_whole(written: str) -> bool:
     """Whether every replica saved all that it had although there are several: because they differed."""
     return written.startswith(_WHOLE) and bool(_rings_in(written))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.deltas.delta_format import StoredDelta
 from tiercheck.trainer.proof.proof import first_difference
-from tiercheck.trainer.replicas.equality import REPLICAS, are_unequal, were_saved_whole
+from tiercheck.trainer.replicas.equality import (
+    REPLICAS,
+    are_unequal,
+    were_saved_as_shares,
+    were_saved_whole,
+)
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
@@ -186,7 +191,9 @@ class Restoring:
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
         version, facts = slot.header.version, content["facts"]
         if not trained.shares.whole:
-            self._refuse_unequal(version, gather_from_all(slot.header.metadata.get(REPLICAS, "")))
+            begun = gather_from_all((version, slot.header.metadata.get(REPLICAS, "")))
+            self._refuse_others(begun)
+            self._refuse_unequal(version, [written for _, written in begun])
         load_all(trained.model, trained.optimizers, trained.shares, slot, facts, beside=trained.beside)
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
@@ -288,6 +295,16 @@ class Restoring:
             if {*here} != {*there}:
                 return False
         return True
+
+    def _refuse_others(self, begun: Sequence[tuple[Version, str]]) -> None:
+        """Raises RestoreError if shares would be put together that are of several snapshots. Then the newest
+        of these is given up, and what leads on from it."""
+        versions = sorted({version for version, _ in begun})
+        if len(versions) > 1 and any(were_saved_as_shares(written) for _, written in begun):
+            named = " and ".join(map(str, versions[:3]))
+            message = f"replicas begin from {named}: shares of different snapshots cannot be put together"
+            self._backend.mismatch(versions[-1].step, message, Kind.SNAPSHOT)
+            raise RestoreError(message)
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""

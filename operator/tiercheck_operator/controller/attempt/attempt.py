@@ -207,6 +207,7 @@ def _next_status(
         hang=hang,
         failed_start=failed_start if same_size or not status.history.ranks else None,
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
+        base=outcome.base if isinstance(outcome, Recover) else None,
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
         crash_step=before if verdict.counts else status.crash_step,

@@ -186,7 +186,7 @@ def build_directives(
             policy=rules,
             restore=None
             if version is None
-            else Restore(version, shared or SourceTable.of(sources, own), world_size=old),
+            else Restore(version, shared or SourceTable.of(sources, own), world_size=old, base=status.base),
             holders=tuple(
                 Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
             ),

@@ -173,6 +173,21 @@ class Availability:
         rests = any(before.step < step for before in self.versions if snapshots & self._bits[before])
         return f"lacks the delta of step {step}" if rests else f"lacks a snapshot before step {version.step}"
 
+    def base_of(self, version: Version) -> Version | None:
+        """The snapshot from which every rank can rebuild it, in memory if there is one: of several the one
+        that most ranks hold themselves, of these the newest. None: the ranks have none in common."""
+        bit = self._bits.get(version, 0)
+        for held in (set(self._memory), set(map(self._union, range(self._ranks)))):
+            common = reduce(and_, (self._chains(bit, each)[0] for each in held))
+            shared = [each for each in self.versions if self._bits[each] & common]
+            if shared:
+                return max(shared, key=lambda each: (self._owners(self._bits[each]), each))
+        return None
+
+    def _owners(self, bit: int) -> int:
+        """How many ranks have that snapshot in their own memory."""
+        return sum(bool(snapshots & bit) for snapshots, _ in self._own)
+
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
         """Where the artifacts of each rank's chain lie, nearest first: own memory, nearest holder, other
         holders, parity, remote.

@@ -82,6 +82,8 @@ class Recover:
     """Ranks by the farthest tier that their nearest chain needs; tiers without ranks are left out."""
     lost_steps: int
     reason: str
+    base: Version | None = None
+    """The snapshot that all ranks begin from; None: others made it, or they have none in common."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
         sources=sources,
         tier_counts=tier_counts,
         lost_steps=newest_step - chosen.step,
+        base=None if stock.is_resized(chosen) else stock.of(chosen).base_of(chosen),
         reason="; ".join(
             [
                 *_why(chosen, best, rebuildable, tier_counts, situation),

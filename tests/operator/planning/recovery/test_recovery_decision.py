@@ -291,6 +291,50 @@ def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: 
             assert again == decision.sources
 
 
+def test_all_ranks_begin_from_a_snapshot_that_all_of_them_have() -> None:
+    """Replicas put it together from the shares of all. The lost rank's holder has no copy of the newest."""
+    own = steps(400, 405, deltas=range(401, 407))
+    copy = steps(400, deltas=range(401, 407))
+    decision = coded(
+        JobInventory(0, {0: own}, {1: copy}), JobInventory(1, {}), JobInventory(2, {2: own}), ranks=3
+    )
+    assert (decision.version, decision.base) == (Version(406, 1), Version(400, 1))
+
+
+def test_snapshot_that_most_have_in_their_own_memory_is_the_one_to_begin_from() -> None:
+    both, newest = steps(4, 8, deltas=range(5, 10)), steps(8, deltas=[9])
+    decision = coded(
+        JobInventory(0, {0: both}, {1: newest}), JobInventory(1, {1: steps(4, deltas=range(5, 10))}), ranks=2
+    )
+    assert (decision.version, decision.base) == (Version(9, 1), Version(4, 1))
+
+
+def test_snapshot_in_memory_is_begun_from_before_a_newer_one_in_the_remote_tier() -> None:
+    held = steps(4, deltas=range(5, 10))
+    stored = RemoteInventory(configured=True, reachable=True, versions=versions_of(8))
+    decision = coded(JobInventory(0, {0: held}), JobInventory(1, {1: held}), ranks=2, remote=stored)
+    assert (decision.version, decision.base) == (Version(9, 1), Version(4, 1))
+
+
+@given(situations())
+@settings(deadline=None, max_examples=examples(300))
+def test_snapshot_to_begin_from_leads_every_rank_to_the_version_if_any_does(job: RecoveryProblem) -> None:
+    decision = decide_recovery(job)
+    if not isinstance(decision, Recover):
+        return
+
+    def leads(base: Version) -> bool:
+        for rank in range(job.ranks):
+            snapshots, deltas = held_by(job, rank, everywhere(job))
+            if not chain_to(decision.version, {base} & {*snapshots}, deltas, job.history):
+                return False
+        return True
+
+    common = {Version(step, attempt) for step in range(1, 9) for attempt in range(1, 4)}
+    common = {base for base in common if leads(base)}
+    assert (decision.base in common) if common else decision.base is None
+
+
 def test_minimum_of_the_newest_is_not_taken_when_nobody_can_rebuild_it() -> None:
     decision = coded(JobInventory(0, {0: steps(8, 10)}), JobInventory(1, {1: steps(8, 9)}), ranks=2)
     assert decision.version == Version(8, 1)
