@@ -27,9 +27,10 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
-_REST = (5.0, 7.0)
-"""Seconds between two injections: the next warm interpreter is there by then."""
-_ENOUGH = {"LIVES": "1000000", "TIERCHECK_WARM_AFTER_SECONDS": "2", "PACE": "0.05"}
+_REST = {"kill": (6.0, 8.0), "stop": (6.0, 8.0), "delete": (10.0, 13.0)}
+"""Seconds between two injections: the next warm interpreter is there by then, and the next spare's."""
+_ENOUGH = {"LIVES": "1000000", "TIERCHECK_WARM_AFTER_SECONDS": "2", "PACE": "0.15"}
+"""A step pauses, as it would for a GPU: the processors have to start what replaces a rank."""
 _IMPATIENT = {"failurePolicy": {"maxRestarts": 1000, "hang": {"minSeconds": 4, "stepFactor": 20}}}
 
 
@@ -127,7 +128,7 @@ class _Struck:
     def strike(self, fault: str) -> None:
         """Hits a random rank at a random moment, and waits for the recovery."""
         job, victim = self.job, self._rng.randrange(fault == "kill", RANKS)  # 0 outlives all kills
-        time.sleep(self._rng.uniform(*_REST))
+        time.sleep(self._rng.uniform(*_REST[fault]))
         before, ended = self._lives(), job.status["attempt"]
         pod, began = job.pod_of(victim), time.time()
         if fault == "delete":
