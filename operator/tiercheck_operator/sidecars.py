@@ -341,11 +341,14 @@ class JobSidecars:
         try:
             while uid in self._again:
                 self._again.discard(uid)
+                asked = self._clock()
                 try:
                     self._heard(uid, await self._get_all(uid, host))
                     self._wake()
                 except SidecarError as error:
-                    self._not_heard(uid, error, self._clock(), await _knock(host))
+                    # It may have waited for its turn before.
+                    asked = max(asked, self._clock() - min(_AT_ONCE, self._call))
+                    self._not_heard(uid, error, asked, await _knock(host))
                     if (waiting := self._waiting.pop(uid, None)) is not None:
                         waiting.reschedule(0)
         finally:

@@ -513,6 +513,26 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
         await client.close()
 
 
+async def test_silence_counts_from_the_question_that_somebody_wanted_asked(
+    sidecar: ServedSidecar, listening: JobSidecars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer heard nothing from there, say: who is asked then, and does not answer, is silent since."""
+    monkeypatch.setattr(sidecars, "_AT_ONCE", 0.5)
+    uid, never = await follow(sidecar, listening), asyncio.Event()
+
+    async def no_answer(_: web.Request) -> web.StreamResponse:
+        await never.wait()
+        raise AssertionError
+
+    sidecar.answer, asked = no_answer, time.time()
+    listening.probe(uid)
+    await until(lambda: listening.reports[uid].silent_since)
+    since = listening.reports[uid].silent_since
+    assert since is not None
+    assert since - asked < 0.5 <= time.time() - asked
+    never.set()
+
+
 async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:

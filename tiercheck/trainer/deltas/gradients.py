@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ row. DistributedDataParallel moves its buckets once, after the first step."""
 _WHOLE = {Tensor, type(None)}
 _grad, _local = attrgetter("grad"), attrgetter("_local_tensor")
 _kind = attrgetter("__class__", "layout", "requires_grad")
+_spec = attrgetter("_spec")
 _placements = attrgetter("_spec.placements")  # not the property of that name, which is Python
 
 
@@ -248,7 +249,9 @@ def _shards(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) ->
     if {*map(type, gradients)} <= _WHOLE:
         return list(gradients)
     try:
-        if list(map(_placements, gradients)) == list(map(_placements, parameters)):
+        if all(map(is_, map(_spec, gradients), map(_spec, parameters))) or (
+            list(map(_placements, gradients)) == list(map(_placements, parameters))
+        ):
             shards = list(map(_local, gradients))
             if {*map(_kind, shards)} == {(Tensor, torch.strided, False)}:
                 return shards  # as `local_shard`, which makes another tensor of each

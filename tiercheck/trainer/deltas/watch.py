@@ -30,26 +30,28 @@ class VersionCounters:
     """torch's in-place counters of these tensors, with next to no Python for any of them: they are read
     several times in each step.
 
-    A sharded one has two: its own, and that of its shard, which somebody may have got hold of.
+    Of a sharded one that of its shard is read: what is written through the whole is written there, and what
+    somebody writes who has got hold of the shard is written there alone.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+        self._plain = [number for number, tensor in enumerate(tensors) if type(tensor) in PLAIN]
         self._sharded = [number for number, tensor in enumerate(tensors) if type(tensor) not in PLAIN]
+        self._wholes = [tensors[number] for number in self._plain]
         self._shards = [tensors[number] for number in self._sharded]
 
     def read(self) -> list[int]:
         """Two readings are equal if nothing was written in place between them."""
         try:
-            return read_each(_version, self._tensors) + read_each(_shard_version, self._shards)
+            return read_each(_version, self._wholes) + read_each(_shard_version, self._shards)
         except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
-            return [*map(_own, self._tensors), *map(_of_shard, self._shards)]
+            return [*map(_own, self._wholes), *map(_of_any, self._shards)]
 
     def moved(self, before: list[int], after: list[int]) -> set[int]:
         """The tensors, by number, that were written between two readings."""
         if before == after:
             return set()
-        numbers = chain(range(len(self._tensors)), self._sharded)
+        numbers = chain(self._plain, self._sharded)
         return {number for number, old, new in zip(numbers, before, after, strict=True) if old != new}
 
 
@@ -170,6 +172,5 @@ def _own(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _of_shard(tensor: Tensor) -> int:
-    shard = getattr(tensor, "_local_tensor", None)
-    return 0 if shard is None else _own(shard)
+def _of_any(tensor: Tensor) -> int:
+    return _own(getattr(tensor, "_local_tensor", tensor))
