@@ -27,9 +27,9 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS
 
-_REST = {"kill": (6.0, 8.0), "stop": (6.0, 8.0), "delete": (10.0, 13.0)}
+_REST = {"kill": (9.0, 11.0), "stop": (9.0, 11.0), "delete": (11.0, 14.0)}
 """Seconds between two injections: the next warm interpreter is there by then, and the next spare's."""
-_ENOUGH = {"LIVES": "1000000", "TIERCHECK_WARM_AFTER_SECONDS": "2", "PACE": "0.15"}
+_ENOUGH = {"LIVES": "1000000", "TIERCHECK_WARM_AFTER_SECONDS": "0.5", "PACE": "0.15"}
 """A step pauses, as it would for a GPU: the processors have to start what replaces a rank."""
 _IMPATIENT = {"failurePolicy": {"maxRestarts": 1000, "hang": {"minSeconds": 4, "stepFactor": 20}}}
 
