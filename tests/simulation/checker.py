@@ -63,6 +63,8 @@ class Checker:
     trained: dict[tuple[int, Step], bytes] = field(default_factory=dict)
     from_: dict[int, Step | None] = field(default_factory=dict)
     """What each attempt came back from."""
+    bases: dict[int, Any] = field(default_factory=dict)
+    """The snapshot from which all ranks of an attempt are to begin; None: each from its own."""
     memory: dict[str, set[Any]] = field(default_factory=dict)
     """By pod: (tier, rank, kind, version)."""
     counted: dict[str, tuple[int, frozenset[Any]]] = field(default_factory=dict)
@@ -312,6 +314,7 @@ class Checker:
 
     def _attempt(self, f: Mapping[str, Any]) -> None:
         number, version = f["number"], f["version"]
+        self.bases[number] = f.get("base")
         before, chosen = self.attempt, None if version is None else (version.step, version.attempt)
         if number <= before:
             self._say("one history", f"attempt {number} follows attempt {before}")
@@ -385,6 +388,12 @@ class Checker:
             self._say(
                 "all or none",
                 f"rank {rank} begins attempt {attempt} from {loaded}, not {self.from_.get(attempt)}",
+            )
+        base = self.bases.get(attempt)
+        if base is not None and f["first"] != base.step:
+            self._say(
+                "one snapshot",
+                f"rank {rank} begins attempt {attempt} from step {f['first']}, not from {base}",
             )
         right = FRESH if loaded is None else self.trained.get((rank, loaded))
         if f["state"] != right:

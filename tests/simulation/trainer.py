@@ -224,6 +224,7 @@ class Launcher:
             rank=self.rank,
             attempt=self.attempt,
             version=version,
+            first=version.step - len(welcome.restore_deltas) if version else 0,
             state=self.state,
         )
 

@@ -416,7 +416,9 @@ class Simulation(World):
                 for uid, since in self._heard_since.items()
                 if self.now - since >= 3.0 and self._stays(uid)
             )
-            self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
+            self.record(
+                "attempt", number=now.attempt, version=now.restored_version, base=now.base, heard=heard
+            )
         if before.on_way_back and not now.on_way_back:
             self.record("released", number=now.attempt)
         protected = now.condition(conditions.PROTECTED)
