@@ -44,6 +44,7 @@ from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.sources import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
+from tiercheck_sidecar.vault.stock import MemoryStock
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,7 @@ class Quarantine:
         directive = state.directive
         assert directive is not None
         own, history = self._vault.own_stock(rank), directive.history
-        wanted = directive.restore.version if directive.restore else None
-        chain = chain_to(wanted, own.snapshots, own.deltas, history) if wanted else None
+        chain = restored_chain(own, directive)
         bad = {each for each in own.deltas if history.accepts(each) and each.step >= found.step}
         bad |= set(chain.deltas) if chain else set()
         reason = (
@@ -117,6 +117,17 @@ class Quarantine:
             self._state.quarantine(
                 Quarantined(each.rank, each.version, worker, why, each.kind, everywhere=True)
             )
+
+
+def restored_chain(own: MemoryStock, directive: Directive) -> Chain | None:
+    """Returns the chain that the directive wants restored, as far as it is in a rank's `own` memory: from the
+    snapshot that it names, or where that has been freed meanwhile, from another; None: there is none."""
+    restore = directive.restore
+    if restore is None:
+        return None
+    version, deltas, history = restore.version, own.deltas, directive.history
+    named = {each for each in own.snapshots if each == restore.base}
+    return chain_to(version, named, deltas, history) or chain_to(version, own.snapshots, deltas, history)
 
 
 LONGEST_LINE = 1024 * 1024
@@ -205,30 +216,24 @@ class RankSession:
         if directive.restore.world_size:
             return plain
         try:
-            snapshot, *deltas = self._pinned(directive, directive.restore.version)
+            snapshot, *deltas = self._pinned(directive)
         except NotHeld:
             # Only after a restart of this sidecar: a rank that trains already has no use for the paths.
             return plain
         return dataclasses.replace(plain, restore_path=snapshot, restore_deltas=tuple(deltas))
 
-    def _pinned(self, directive: Directive, version: Version) -> list[str]:
-        """Paths of the snapshot and the deltas that lead to `version`, kept until the rank has restored.
-        Raises NotHeld."""
+    def _pinned(self, directive: Directive) -> list[str]:
+        """Paths of the snapshot and the deltas to restore, kept until the rank has restored. Raises
+        NotHeld."""
         rank = self._hello.rank
-        chain = self._chain(directive, version)
+        chain = restored_chain(self._vault.own_stock(rank), directive)
         if chain is None:
-            raise NotHeld(f"rank {rank} {version} is not here")
+            raise NotHeld(f"what rank {rank} is to restore is not here")
         with contextlib.ExitStack() as stack:
             whole = Artifact(rank, chain.base), *(Artifact(rank, each, Kind.DELTA) for each in chain.deltas)
             paths = [stack.enter_context(self._vault.pin(each, Tier.LOCAL)).path for each in whole]
             self._restored.push(stack.pop_all())
         return [str(path) for path in paths]
-
-    def _chain(self, directive: Directive, version: Version) -> Chain | None:
-        own, restore = self._vault.own_stock(self._hello.rank), directive.restore
-        base = restore.base if restore is not None and restore.version == version else None
-        snapshots = own.snapshots if base is None else own.snapshots & {base}
-        return chain_to(version, snapshots, own.deltas, directive.history)
 
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
         hello = self._hello

@@ -87,6 +87,22 @@ def test_trainer_is_given_the_chain_from_the_snapshot_that_all_begin_from(make_w
             assert handed_over(rank) == expected
 
 
+def test_replay_that_differs_discredits_the_chain_that_was_replayed(make_world: MakeWorld) -> None:
+    """Although a shorter one would be here."""
+    world = training(make_world(workers=2))
+    world.train(3)
+    with world.ranks(SIZE, DELTA) as ranks:
+        until(lambda: ranks[0].save(3), "a free slot")
+    until(lambda: 3 in slots(world, 0, "own"), "the snapshot is sealed")
+    world.begin_from = Version(1, 1)
+    world.begin(Version(3, 1))
+    with world.rank(0) as rank:
+        assert handed_over(rank) == chain(3)
+        assert rank.ask("mismatch", step=3, kind=Kind.DELTA, message="exp_avg differs").ok
+        found = {(bad.version.step, bad.kind) for bad in world.report(0).quarantined}
+        assert found == {(2, Kind.DELTA), (3, Kind.DELTA)}
+
+
 def test_one_bad_delta_in_own_memory_is_named_and_fetched_alone(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
     world.train(5)
