@@ -123,6 +123,11 @@ log = logging.getLogger(__name__)
 
 PARALLEL_PARTS = 4
 """Parts of one object that are on their way to a bucket, or from it, at the same time."""
+STALL_SECONDS = 10
+"""Without a byte that is read, a part that is taken, or an answer to whether the store is there."""
+TRIES = 8
+BACKOFF = (0.2, 5.0)
+"""Seconds of the first pause between two tries, and of the longest."""
 _SIGNING = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 

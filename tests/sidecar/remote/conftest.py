@@ -49,8 +49,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
-    monkeypatch.setattr(s3_ranges, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_transfers, "BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_ranges, "BACKOFF", (0.01, 0.01))
     monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.001)
 
 

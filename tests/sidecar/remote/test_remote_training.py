@@ -50,7 +50,7 @@ def test_training_and_its_copies_go_on_while_the_bucket_is_in_trouble(
 
     proxy.rule = rule
     world = make_world(workers=2)
-    world.patience["tiercheck_sidecar.remote.s3.s3_transfers:_BACKOFF"] = (0.05, 0.5)
+    world.patience["tiercheck_sidecar.remote.s3.s3_transfers:BACKOFF"] = (0.05, 0.5)
     world.remote = S3Place(proxy.url, s3_client).settings()
     world.policy = replace(world.policy, remote_every=1)
     world.launch()

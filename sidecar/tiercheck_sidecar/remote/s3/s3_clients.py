@@ -22,7 +22,7 @@ from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
-from tiercheck_sidecar.remote.s3.s3_ranges import RangeReader
+from tiercheck_sidecar.remote.s3.s3_ranges import REQUEST_PAYER, RangeReader
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 
 if TYPE_CHECKING:
@@ -96,8 +96,6 @@ class Clients:
         client, more = _connections(boto, authorities), settings.storage_class
         transfers = Transfers(where, client, credentials, location, closed, storage_class=more)
         ranges = RangeReader(boto._endpoint.http_session, where, credentials, location, closed)
-        if settings.requester_pays:
-            ranges.headers[_PAYER] = "requester"
         return Clients(boto, transfers, ranges, settings.bucket, location, _trust=trust)
 
     def probe(self, key: str) -> None:
@@ -153,7 +151,6 @@ def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
     return random.uniform(0, BUSY_PAUSE * 2**attempts) if answer.is_busy and answer.status >= 400 else None
 
 
-_PAYER = "x-amz-request-payer"
 _SSE, _SSE_KEY = "x-amz-server-side-encryption", "x-amz-server-side-encryption-aws-kms-key-id"
 
 
@@ -181,7 +178,7 @@ def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: 
     """The same, in what boto3 is about to sign; and a checksum, which buckets with a lock demand."""
     headers, body = params["headers"], params["body"]
     if settings.requester_pays:
-        headers[_PAYER] = "requester"
+        headers[REQUEST_PAYER] = "requester"
     if model.name == "PutObject":
         headers.update(_made_with(settings))
     if model.name in ("PutObject", "UploadPart") and "x-amz-checksum-crc64nvme" not in headers:

@@ -154,8 +154,11 @@ def from_obstore(error: Exception, location: str) -> RemoteError:
 
 
 def is_silence(error: Exception) -> bool:
-    """Whether what obstore raised says that nothing came in time."""
-    return "TimedOut" in str(error)
+    """Whether an error says that nothing came in time: obstore's, botocore's, or a socket's."""
+    from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
+    timeouts = TimeoutError | ReadTimeoutError | ConnectTimeoutError
+    return isinstance(error, timeouts) or "TimedOut" in str(error)
 
 
 def silence(location: str, seconds: float) -> RemoteError:
@@ -165,11 +168,11 @@ def silence(location: str, seconds: float) -> RemoteError:
 
 def from_read(error: Exception, location: str) -> RemoteError:
     """For what reading an answer's body raises: RemoteError, botocore's, OSError and HTTPException."""
-    from botocore.exceptions import BotoCoreError, ConnectTimeoutError, ReadTimeoutError
+    from botocore.exceptions import BotoCoreError
 
     if isinstance(error, RemoteError):
         return error
-    if isinstance(error, TimeoutError | ReadTimeoutError | ConnectTimeoutError):
+    if is_silence(error):
         return _unreachable(location, "no progress in time")
     if isinstance(error, BotoCoreError):
         return from_boto(error, location)

@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
-from botocore.exceptions import BotoCoreError, ConnectTimeoutError, ReadTimeoutError
+from botocore.exceptions import BotoCoreError
 
+from tiercheck_sidecar.remote.config import BACKOFF, STALL_SECONDS, TRIES
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived
 from tiercheck_sidecar.remote.s3 import s3_errors
@@ -26,14 +27,11 @@ from tiercheck_sidecar.remote.s3 import s3_errors
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
-STALL_SECONDS = 10
-"""Without a byte."""
+REQUEST_PAYER = "x-amz-request-payer"
 STALLS = 2
-"""Tries that may end so, and"""
-TRIES = 8
-"""all tries, without this many bytes in between:"""
+"""Tries that may end without a byte for STALL_SECONDS, where TRIES may end in any way, with fewer than this
+many bytes in between:"""
 PROGRESS = 8 * 1024 * 1024
-_BACKOFF = (0.2, 5.0)
 _PIECE = 512 * 1024
 """Bytes that are read at once: still in a core's cache when they are verified."""
 
@@ -47,10 +45,9 @@ class RangeReader:
         """`session`: botocore's HTTP, `config`: where the bucket is, as for obstore, `credentials`:
         botocore's, which are renewed by themselves."""
         self._url, self._region = config["aws_endpoint_url_s3"], config["region"]
+        self._headers = {REQUEST_PAYER: "requester"} if config.get("request_payer") else {}
         self._session, self._credentials = session, credentials
         self._location, self._closed = location, closed
-        self.headers: dict[str, str] = {}
-        """More of them, sent with each request."""
         self._lock = threading.Lock()
         self._bodies: set[_Body] = set()
 
@@ -67,7 +64,7 @@ class RangeReader:
                 except (RemoteError, BotoCoreError, OSError, http.client.HTTPException) as error:
                     self._release(body)
                     body, failed = None, failed + 1
-                    silent += isinstance(error, TimeoutError | ReadTimeoutError | ConnectTimeoutError)
+                    silent += s3_errors.is_silence(error)
                     self._wait_or_raise(error, failed, silent)
                     continue
                 if got == 0:
@@ -90,7 +87,7 @@ class RangeReader:
         """None: there is no such object, or it ends before. Raises RemoteError, and botocore's errors."""
         if self._closed.is_set():
             raise RemoteClosed
-        wanted = {**self.headers, "Range": f"bytes={begin}-{begin + size - 1}"}
+        wanted = {**self._headers, "Range": f"bytes={begin}-{begin + size - 1}"}
         url = f"{self._url}/{quote(key, safe='/~')}"
         request = AWSRequest("GET", url, headers=wanted, stream_output=True)
         request.context["read_timeout"] = STALL_SECONDS
@@ -109,6 +106,9 @@ class RangeReader:
         body = _Body(response.raw, last + 1 - begin)
         with self._lock:
             self._bodies.add(body)
+        if self._closed.is_set():  # since the look above; `close` may not have seen this one
+            self._release(body)
+            raise RemoteClosed
         return body
 
     def _release(self, body: _Body | None) -> None:
@@ -126,7 +126,7 @@ class RangeReader:
         if not passing or failed == TRIES or silent == STALLS:
             raise found from error
         # Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
-        if self._closed.wait(random.uniform(0, min(_BACKOFF[1], _BACKOFF[0] * 2 ** (failed - 1)))):
+        if self._closed.wait(random.uniform(0, min(BACKOFF[1], BACKOFF[0] * 2 ** (failed - 1)))):
             raise RemoteClosed from None
 
 

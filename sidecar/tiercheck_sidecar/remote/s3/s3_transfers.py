@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from tiercheck_sidecar.remote.config import PARALLEL_PARTS
+from tiercheck_sidecar.remote.config import BACKOFF, PARALLEL_PARTS, STALL_SECONDS, TRIES
 from tiercheck_sidecar.remote.errors import RemoteClosed, RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Gate
 from tiercheck_sidecar.remote.s3 import s3_errors
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
     from obstore import Attributes
     from obstore.store import ClientConfig, S3Config, S3Credential
 
-STALL_SECONDS = 10
-"""Without a part taken, or an answer to whether the store is there."""
 SEND_SECONDS = 120
 """For a server that answers to take and store a part."""
-TRIES = 8
-_BACKOFF = (0.2, 5.0)
 
 
 @dataclass
@@ -171,7 +167,7 @@ class Transfers:
                 self._running.discard(mine)
 
     def _store(self, config: S3Config, client: ClientConfig, retries: int) -> S3Store:
-        first, longest = (timedelta(seconds=each) for each in _BACKOFF)
+        first, longest = (timedelta(seconds=each) for each in BACKOFF)
         return S3Store(
             config=config,
             client_options={**self._client, **client},

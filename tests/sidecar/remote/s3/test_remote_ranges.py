@@ -130,3 +130,24 @@ def test_read_that_waits_for_more_ends_when_it_is_closed(bucket: Bucket) -> None
                 reading.result(timeout=5)
         finally:
             bucket.waiting.set()
+
+
+def test_read_whose_answer_comes_in_the_moment_of_closing_ends_too(bucket: Bucket) -> None:
+    bucket.waiting, closed = threading.Event(), threading.Event()
+    opened = reader(bucket, closed)
+    send = opened._session.send
+
+    def send_and_close(request: object) -> object:
+        answer = send(request)
+        closed.set()
+        opened.close()  # it does not know of this one yet
+        return answer
+
+    opened._session.send = send_and_close
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(opened.read_into, "x", 0, memoryview(bytearray(50_000)), ignore)
+        try:
+            with pytest.raises(RemoteClosed):
+                reading.result(timeout=5)  # and not when it was silent for long enough
+        finally:
+            bucket.waiting.set()
