@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tiercheck.protocol.artifacts.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.artifacts.slot import NotASlot
@@ -303,17 +303,15 @@ class Restoring:
         if len(versions) > 1 and any(were_saved_as_shares(written) for _, written in begun):
             named = " and ".join(map(str, versions[:3]))
             message = f"replicas begin from {named}: shares of different snapshots cannot be put together"
-            self._backend.mismatch(versions[-1].step, message, Kind.SNAPSHOT)
-            raise RestoreError(message)
+            self._give_up(versions[-1], message)
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
         if are_unequal(written):
-            message = (
-                f"replicas held different bits when {version} was saved, so that it cannot be put together"
+            self._give_up(
+                version,
+                f"replicas held different bits when {version} was saved, so that it cannot be put together",
             )
-            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
-            raise RestoreError(message)
 
     def _refuse_other_state(self, version: Version, proof: Mapping[str, int]) -> None:
         """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an
@@ -325,9 +323,12 @@ class Restoring:
             name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)
         }
         if name := first_difference(list(proof), list(proof.values()), here):
-            message = f"after {version} was loaded, {name} is not what it was when it was saved"
-            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
-            raise RestoreError(message)
+            self._give_up(version, f"after {version} was loaded, {name} is not what it was when it was saved")
+
+    def _give_up(self, snapshot: Version, why: str) -> NoReturn:
+        """Nothing is restored from that snapshot any more, nor from what leads on from it."""
+        self._backend.mismatch(snapshot.step, why, Kind.SNAPSHOT)
+        raise RestoreError(why)
 
     def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:
         passing = self._trained.inventories.passing
