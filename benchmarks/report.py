@@ -134,8 +134,7 @@ CAUSES = {
     "S3": "each byte is digested on the way (0.06 s/GB); an upload begins with four calls",
     "peak memory of the operator": "48 KiB for each worker's connection, half of it OpenSSL's; 62 MiB idle",
     "restore of another size": "for each worker a handshake (11 %), its reports (19 %), 436 KB enciphered",
-    "fault to all ranks' next step": "imports of torch (3.6 s each) and four ranks share two cores",
-    "held after": "the allocator grows at the first ones; 471 MiB after 60, in an earlier run",
+    "fault to all ranks' next step": "four ranks that load and replay share two cores, with imports of torch",
     "coordinator, 4000": "words of uploads are decoded one by one",
 }
 """By the beginning of a figure's name."""
