@@ -39,6 +39,7 @@ from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.stock import MemoryStock
 from tiercheck_sidecar.versions import coordinator, reclaim, watermark, words
 
 Patch = tuple[Any, str, Any]
@@ -120,8 +121,8 @@ def _reclaim_one_too_many() -> list[Patch]:
 def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
     real = watermark._verdict
 
-    def careless(history: Any, standing: Any, shapes: Any) -> Any:
-        return dataclasses.replace(real(history, standing, shapes), floor=standing.local)
+    def careless(history: Any, standing: Any, shapes: Any, prove_steps: int) -> Any:
+        return dataclasses.replace(real(history, standing, shapes, prove_steps), floor=standing.local)
 
     return [(watermark, "_verdict", careless)]
 
@@ -140,19 +141,21 @@ def _restore_what_is_at_hand() -> list[Patch]:
         found = (each.version for each in own if each.kind is Kind.SNAPSHOT and history.accepts(each.version))
         return max(found, default=None)
 
-    def near_enough(rank: int, version: Version, history: History, own: Any, places: Any) -> Any:
+    def near_enough(
+        rank: int, version: Version, history: History, own: Any, places: Any, *, base: Version | None = None
+    ) -> Any:
         at_hand = newest(own, history)
         return (
-            real(rank, version, history, own, places)
+            real(rank, version, history, own, places, base=base)
             if at_hand is None
             else restore_plan.RestorePlan(Chain(at_hand), ())
         )
 
-    def chain(self: Any, directive: Any, version: Version) -> Chain | None:
-        at_hand = newest(self._vault.own(self._hello.rank), directive.history)
+    def chain(own: MemoryStock, directive: Any) -> Chain | None:
+        at_hand = max(filter(directive.history.accepts, own.snapshots), default=None)
         return None if at_hand is None else Chain(at_hand)
 
-    return [(restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
+    return [(restore, "plan", near_enough), (session, "restored_chain", chain)]
 
 
 def _restore_the_oldest() -> list[Patch]:

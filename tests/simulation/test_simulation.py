@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -93,7 +94,13 @@ def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
 def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
-    """An exception would be of the patch, and find nothing."""
+    """An exception would be of the patch, and find nothing: also one of a call that this schedule lacks."""
+    for where, name, patch in mutation.patches():
+        if callable(real := getattr(where, name)):
+            taken = inspect.signature(real).parameters.values()
+            named = {each.name: None for each in taken if each.kind is each.KEYWORD_ONLY}
+            placed = [None for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+            inspect.signature(patch).bind(*placed, **named)
     with mutation.made():
         broken = run(max(FIRST_BRISK, mutation.first) + 1).broken
     assert RAISES not in {each.promise for each in broken}, broken
