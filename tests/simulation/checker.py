@@ -333,6 +333,8 @@ class Checker:
                 )
         if before:
             self._look_at_loss(number, chosen, f["heard"])
+        if chosen is not None and self.bases[number] is None:
+            self._look_for_a_common_snapshot(number, f["heard"])
         self.attempt, self.from_[number] = number, chosen
         self.announced = {}
         self.bare_since = None
@@ -353,6 +355,19 @@ class Checker:
                     "no more is lost",
                     f"attempt {number} goes back to {chosen}; {newest} can be had from {name}",
                 )
+
+    def _look_for_a_common_snapshot(self, number: int, heard: Sequence[str]) -> None:
+        """Replicas can begin from no other; where chains to the newest version begin from several, there has
+        to be one to an older version."""
+        if self.flipped:
+            return
+        held = [artifact for pod in heard for artifact in self.memory.get(pod, ())]
+        of_each = [
+            {(v.step, v.attempt) for _, whose, kind, v in held if whose == rank and kind.value == "snapshot"}
+            for rank in range(self.workers)
+        ]
+        if not any(self._on_line(each, self.line) for each in set.intersection(*of_each) | self._stored()):
+            self._say("one snapshot", f"attempt {number} begins from several; none is common to all")
 
     def _look_for_health(self, attempt: int, what: str) -> None:
         """Whether what trains well is stopped."""

@@ -37,8 +37,8 @@ class MemoryPlace:
     """For snapshots; 0: as many as there are when memory is not short."""
     crowded: bool = False
     """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is
-    coded with what is here: it gives up what it can do without, before there is a gap, or nothing comes any
-    more.
+    coded with what is here. Where the snapshot that all have leads nowhere, it is given up for a newer one,
+    or nothing would come any more; where it leads on, it stays, although the next deltas may find no slot.
     """
 
     @property
@@ -85,8 +85,10 @@ def _needed(
     floor = verdict.floor
     if place.stranded and floor is not None:
         return {each for each in snapshots if each > floor}, {each for each in deltas if each > floor}
-    candidates = snapshots if place.crowded else _everywhere(snapshots, verdict)
+    candidates = _everywhere(snapshots, verdict)
     base = _base(floor, candidates, deltas, history)
+    if base is None and place.crowded:
+        base = _base(floor, snapshots, deltas, history)
     older = None if place.crowded else _base(verdict.spare, candidates, deltas, history)
     if base is not None and older is not None:
         leaves_slot = place.tier is Tier.PEER or sum(each >= older for each in snapshots) <= place.to_keep
@@ -111,8 +113,8 @@ def _needed(
 
 def _everywhere(snapshots: set[Version], verdict: TierVerdict) -> set[Version]:
     """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with
-    all blocks and all members' artifacts of one snapshot; other ranks can only start from one that all old
-    ones had; and it is what is left if deltas turn out bad.
+    all blocks and all members' artifacts of one snapshot; replicas, and other ranks, can only start from one
+    that all old ones had; and it is what is left if deltas turn out bad.
     """
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 

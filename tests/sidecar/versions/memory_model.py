@@ -359,7 +359,8 @@ class Model:
                 set.intersection(*(set(each.rebuildable(self.history)) for each in places)),
                 "peer",
             )
-            for lost in range(self.world if self.chains > 2 else 0):  # room enough that no place gets crowded
+            whole = not self.skips and not self.rotten_until  # chains have gaps only by these
+            for lost in range(self.world if whole or self.chains > 2 else 0):  # or no place gets crowded
                 # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others
                 # do not have it.
                 self._stands(
