@@ -173,9 +173,10 @@ class RemoteListing:
         """The store was in trouble: what this worker knows of it counts no more."""
         self._listed_at = None
 
-    def list_when_due(self, store: RemoteStore, verdict: TierVerdict | None) -> None:
+    def list_when_due(self, store: RemoteStore, verdict: TierVerdict | None, *, announced: bool) -> None:
         """Each sidecar at its start, so that it is known whether its node reaches the store; later only
-        worker 0, who tells the others."""
+        worker 0, who tells the others, once this attempt is `announced` in the store: one before it may
+        still delete what is listed until then."""
         now = time.monotonic()
         self._tell_broken(store)
         mark = verdict.watermarks.remote if verdict else None
@@ -192,7 +193,7 @@ class RemoteListing:
         versions = tuple(store.versions())
         self.learn_attempts(store)
         self._listed_at, self._listed_for, self._listed_as = now, mark, self._state.config.worker
-        self.publish(store, versions)
+        self.publish(store, versions, announced=announced)
         if self._state.config.worker == 0 and self._examinations < _EXAMINATIONS:
             self._examine(store)
 
@@ -202,12 +203,11 @@ class RemoteListing:
         for told in store.newest_attempts(state.config.job_uid, state.newest_attempt.attempt):
             state.learn(told)
 
-    def publish(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
+    def publish(self, store: RemoteStore, versions: tuple[Version, ...], *, announced: bool = True) -> None:
         """The store holds these versions."""
         self._found(versions, self._ranks_of(store, versions))
-        if (
-            self._state.config.worker == 0
-        ):  # what another one found long ago is no more true when it takes that place
+        # What another one found long ago is no more true when it takes that place.
+        if announced and self._state.config.worker == 0:
             self._tell_stored(versions)
 
     def _examine(self, store: RemoteStore) -> None:
@@ -316,10 +316,11 @@ class Uploader:
         with self._state.lock:
             directive, verdict = self._state.directive, self._state.verdict
             ready = self._state.restore.state is RestoreState.READY
-        self._inventory.list_when_due(store, verdict)
         if directive is not None and self._state.config.worker == 0 and self._announced != directive.attempt:
             store.begin_attempt(directive.job_uid, directive.attempt, directive.signature)
             self._announced = directive.attempt
+            self._inventory.look_again()  # what was listed before, the attempt before may have deleted since
+        self._inventory.list_when_due(store, verdict, announced=directive is not None)
         if directive is None or not ready or self._state.fenced:
             return
         lonely = self._state.isolated(_ISOLATED)

@@ -254,10 +254,10 @@ def verdict(*stored: Version) -> TierVerdict:
 
 def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(state: SidecarState) -> None:
     store, inventory = Store(), RemoteListing(state, ignore)
-    inventory.list_when_due(store, None)  # type: ignore[arg-type]
+    inventory.list_when_due(store, None, announced=True)  # type: ignore[arg-type]
     assert (state.remote.reachable, state.remote.versions, store.listed) == (True, (FIRST,), 1)
     for _ in range(3):
-        inventory.list_when_due(store, verdict(FIRST, SECOND))  # type: ignore[arg-type]
+        inventory.list_when_due(store, verdict(FIRST, SECOND), announced=True)  # type: ignore[arg-type]
     assert (state.remote.versions, store.listed) == ((FIRST, SECOND), 1)
 
 
@@ -284,24 +284,44 @@ def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_
     """What a spare found when it was started may have been deleted long ago."""
     store, told = Store(), list[tuple[Version, ...]]()
     inventory = RemoteListing(state, told.append)
-    inventory.list_when_due(store, None)  # type: ignore[arg-type]
+    inventory.list_when_due(store, None, announced=True)  # type: ignore[arg-type]
     assert (store.listed, told) == (1, [])
     state.config = replace(state.config, worker=0)
     monkeypatch.setattr(inventory, "_ranks_of", lambda *_: ())
     monkeypatch.setattr(inventory, "_examine", lambda _: None)
     for _ in range(2):
-        inventory.list_when_due(store, None)  # type: ignore[arg-type]
+        inventory.list_when_due(store, None, announced=True)  # type: ignore[arg-type]
     assert (store.listed, told) == (2, [(FIRST, SECOND)])
+
+
+def test_nothing_is_told_of_a_listing_that_the_attempt_before_may_still_change(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next worker 0 starts, and lists, while the last one still commits and deletes: an attempt is
+    announced in the store first, which ends that, and then listed."""
+    state, done = stations()[0].state, list[str]()
+    store = Store()
+    store.begin_attempt = lambda *_: done.append("announced")  # type: ignore[attr-defined]
+    inventory = RemoteListing(state, lambda versions: done.append(f"told of {len(versions)}"))
+    monkeypatch.setattr(inventory, "_ranks_of", lambda *_: ())
+    monkeypatch.setattr(inventory, "_examine", lambda _: None)
+    uploader = Uploader(state, stations()[0].vault, JobStore(state.config), inventory, lambda: None)
+    directive, state.directive = state.directive, None
+    uploader._step(store)  # type: ignore[arg-type]
+    assert (store.listed, done) == (1, [])
+    state.directive = directive
+    uploader._step(store)  # type: ignore[arg-type]
+    assert (store.listed, done) == (2, ["announced", "told of 2"])
 
 
 def test_worker_that_had_trouble_looks_for_itself_again(state: SidecarState) -> None:
     store, inventory = Store(), RemoteListing(state, ignore)
     store.failure = RemoteError(Reason.FORBIDDEN, "refused", retriable=False)
     with pytest.raises(RemoteError):
-        inventory.list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
+        inventory.list_when_due(store, verdict(FIRST), announced=True)  # type: ignore[arg-type]
     assert state.remote.reachable is None, "that others reach it says nothing of this node"
     store.failure = None
-    inventory.list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
+    inventory.list_when_due(store, verdict(FIRST), announced=True)  # type: ignore[arg-type]
     assert (state.remote.reachable, store.listed) == (True, 1)
 
 
