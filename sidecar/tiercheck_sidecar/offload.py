@@ -316,11 +316,12 @@ class Uploader:
         with self._state.lock:
             directive, verdict = self._state.directive, self._state.verdict
             ready = self._state.restore.state is RestoreState.READY
-        if directive is not None and self._state.config.worker == 0 and self._announced != directive.attempt:
+        announced = directive is not None and self._announced == directive.attempt
+        self._inventory.list_when_due(store, verdict, announced=announced)
+        if directive is not None and self._state.config.worker == 0 and not announced:
             store.begin_attempt(directive.job_uid, directive.attempt, directive.signature)
             self._announced = directive.attempt
-            self._inventory.look_again()  # what was listed before, the attempt before may have deleted since
-        self._inventory.list_when_due(store, verdict, announced=directive is not None)
+            self._inventory.publish(store, tuple(store.versions()))
         if directive is None or not ready or self._state.fenced:
             return
         lonely = self._state.isolated(_ISOLATED)

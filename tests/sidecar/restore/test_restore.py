@@ -74,12 +74,18 @@ def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: M
     assert (here.tier, here.worker, here.deltas) == (Tier.LOCAL, None, 5)
 
 
-def test_trainer_is_given_the_chain_from_the_snapshot_that_all_begin_from(make_world: MakeWorld) -> None:
+def with_two_chains_to_step_three(make_world: MakeWorld) -> World:
+    """Of rank 0: by deltas from the first snapshot, and a snapshot of its own."""
     world = training(make_world(workers=2))
     world.train(3)
     with world.ranks(SIZE, DELTA) as ranks:
         until(lambda: ranks[0].save(3), "a free slot")
     until(lambda: 3 in slots(world, 0, "own"), "the snapshot is sealed")
+    return world
+
+
+def test_trainer_is_given_the_chain_from_the_snapshot_that_all_begin_from(make_world: MakeWorld) -> None:
+    world = with_two_chains_to_step_three(make_world)
     for begin_from, expected in ((None, [(Kind.SNAPSHOT, 3)]), (Version(1, 1), chain(3))):
         world.begin_from = begin_from
         world.begin(Version(3, 1))
@@ -89,11 +95,7 @@ def test_trainer_is_given_the_chain_from_the_snapshot_that_all_begin_from(make_w
 
 def test_replay_that_differs_discredits_the_chain_that_was_replayed(make_world: MakeWorld) -> None:
     """Although a shorter one would be here."""
-    world = training(make_world(workers=2))
-    world.train(3)
-    with world.ranks(SIZE, DELTA) as ranks:
-        until(lambda: ranks[0].save(3), "a free slot")
-    until(lambda: 3 in slots(world, 0, "own"), "the snapshot is sealed")
+    world = with_two_chains_to_step_three(make_world)
     world.begin_from = Version(1, 1)
     world.begin(Version(3, 1))
     with world.rank(0) as rank:
