@@ -117,6 +117,8 @@ class SidecarError(Exception):
         """`failure`: what becomes of calls to it, as a clause."""
         super().__init__(message)
         self.failure = failure
+        self.sign: HostSign | None = None
+        """What its host did, where that was tried already."""
 
 
 _FAILURES: tuple[tuple[str, tuple[type[BaseException], ...]], ...] = (
@@ -306,7 +308,7 @@ class JobSidecars:
             except SidecarError as error:
                 now = self._clock()
                 due = max(due, now - self._call)  # before that it may have waited for its turn
-                self._not_heard(uid, error, min(due, now), await _knock(host))
+                self._not_heard(uid, error, min(due, now), error.sign or await _knock(host))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 pause = max(_FIRST_RETRY if never else _RETRY, len(self._silent) / _RETRIES_PER_SECOND)
@@ -348,7 +350,7 @@ class JobSidecars:
                 except SidecarError as error:
                     # It may have waited for its turn before.
                     asked = max(asked, self._clock() - min(_AT_ONCE, self._call))
-                    self._not_heard(uid, error, asked, await _knock(host))
+                    self._not_heard(uid, error, asked, error.sign or await _knock(host))
                     if (waiting := self._waiting.pop(uid, None)) is not None:
                         waiting.reschedule(0)
         finally:
@@ -365,9 +367,22 @@ class JobSidecars:
             else:
                 await turn.enter_async_context(self._gate)
                 await turn.enter_async_context(self._lines.take_turn())
-            return await self._request(
-                "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls
+            request = asyncio.ensure_future(
+                self._request("GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls)
             )
+            knock: asyncio.Task[HostSign] | None = None
+            try:
+                # Tried while the answer is late, not after it: somebody may wait to give the pod up.
+                if not (await asyncio.wait([request], timeout=max(0.0, seconds - _KNOCK)))[0]:
+                    knock = asyncio.create_task(_knock(host))
+                return await request
+            except SidecarError as error:
+                error.sign = await knock if knock is not None else None
+                raise
+            finally:
+                for task in (request, knock):
+                    if task is not None:
+                        task.cancel()
 
     def _what_is_held(self, uid: str) -> Mapping[str, str]:
         """Of a question: whether what is held is wanted, or which of it is known."""

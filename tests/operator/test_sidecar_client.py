@@ -513,6 +513,37 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
         await client.close()
 
 
+async def test_host_is_tried_while_its_sidecars_answer_is_late(
+    sidecar: ServedSidecar, listening: JobSidecars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pod is given up by is known when its time is over, not a second later."""
+    monkeypatch.setattr(sidecars, "_AT_ONCE", 1.5)
+    uid, never, order = await follow(sidecar, listening), asyncio.Event(), list[str]()
+    request = listening._request
+
+    async def no_answer(_: web.Request) -> web.StreamResponse:
+        await never.wait()
+        raise AssertionError
+
+    async def asking(*positional: object, **named: object) -> Report:
+        try:
+            return await request(*positional, **named)  # type: ignore[arg-type]
+        finally:
+            order.append("asked")
+
+    async def knock(_: str) -> HostSign:
+        order.append("tried")
+        return HostSign.NOTHING
+
+    monkeypatch.setattr(listening, "_request", asking)
+    monkeypatch.setattr(sidecars, "_knock", knock)
+    sidecar.answer = no_answer
+    listening.probe(uid)
+    await until(lambda: listening.reports[uid].silent_since)
+    assert order[:2] == ["tried", "asked"]
+    never.set()
+
+
 async def test_silence_counts_from_the_question_that_somebody_wanted_asked(
     sidecar: ServedSidecar, listening: JobSidecars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

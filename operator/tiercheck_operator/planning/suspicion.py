@@ -5,13 +5,13 @@ So the rule asks for two independent observers where seconds count, and for none
 explain what is seen:
 
 1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer
-   hears nothing from its host either, and nothing comes back from there to the controller; after `suspect`
-   if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
-   case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
-   than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
-   restarted. A silent host is not left before every other pod has answered once more after these seconds, or
-   is silent as well, for at most `together` seconds more: what fails together, one a moment after the other,
-   is left together, and no new pod goes to a node that is next.
+   has heard nothing from its host for as long, and nothing comes back from there to the controller; after
+   `suspect` if its host answers peers but its sidecar does not, or if training broke elsewhere; after
+   `silent` in any case. If no pod answers at all, it is the controller that is cut off, and nobody is
+   given up. If more than half are silent, only `silent` counts: so much memory is not thrown away for a
+   switch that is being restarted. A silent host is not left before every other pod has answered once more
+   after these seconds, or is silent as well, for at most `together` seconds more: what fails together,
+   one a moment after the other, is left together, and no new pod goes to a node that is next.
 2. Pods that answer the controller are given up only if one node explains every broken connection among
    those who answer, its connections to at least two other nodes are broken, one of these says so itself,
    most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
@@ -127,6 +127,7 @@ def suspects(
             for other in answering
             for accusation in other.accuses
             if accusation.pod == witness.pod
+            and (accusation.seconds > limits.accused or not accusation.host_silent)
         }
         host_silent = not witness.host_answers and any(
             accusation.host_silent for accusation in named.values()

@@ -83,6 +83,12 @@ class TcpChannel:
         """Fill `view` as far as possible; 0: the other end has closed."""
         return self._socket.recv_into(view, 0, socket.MSG_WAITALL)
 
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether bytes, or the end, have come within `seconds`; none are taken."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
     def cut(self) -> None:
         """End whatever another thread waits for; never raises. The descriptor stays its own: the number might
         be somebody else's at once."""

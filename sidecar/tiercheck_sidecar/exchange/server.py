@@ -3,7 +3,7 @@
 It listens at the pod's address and the interfaces that the job names. Each connection has a thread. Nothing
 is acknowledged before it is verified.
 
-Neighbours are asked once a second, as streams fall silent when training does, and then tell nothing. With
+Neighbours are asked twice a second, as streams fall silent when training does, and then tell nothing. With
 each answer comes the attempt that the neighbour follows, so a worker that was cut off learns that the job
 went on without it.
 """
@@ -244,7 +244,9 @@ def _address_of(connection: socket.socket) -> str:
         return ""
 
 
-EVERY = 1.0
+EVERY = 0.5
+LATE = 0.3
+"""Seconds without an answer after which the controller is to ask as well: it waits as long, meanwhile."""
 ANSWER = 2.0
 """Seconds that an answer may take."""
 
@@ -288,6 +290,8 @@ class HeartbeatSender:
                     wire.patience(ANSWER)
                     while not self._is_over(begun):
                         wire.send(Ask("pulse"))
+                        if not wire.channel.wait_readable(LATE):
+                            watch.doubt(peer)
                         said = wire.receive(Say)
                         connected = True
                         watch.answered(peer)

@@ -54,15 +54,13 @@ class PeerWatch:
             sight = self._sights.get(peer)
             if sight is None:
                 return
-            sight.doubted = False
+            changed, sight.doubted = sight.doubted, False
             sight.answers += 1
-            if sight.how is None:
-                sight.answered_at = self._clock()
-                return
-            if sight.answers < CALM:
-                return
-            sight.how, sight.answered_at = None, self._clock()
-        self._changed()
+            if sight.how is None or sight.answers >= CALM:
+                changed = changed or sight.how is not None
+                sight.how, sight.answered_at = None, self._clock()
+        if changed:
+            self._changed()
 
     def broken(self, peer: Peer, how: Break) -> None:
         """A connection to it failed."""
@@ -78,7 +76,8 @@ class PeerWatch:
         self._changed()
 
     def doubt(self, peer: Peer) -> None:
-        """A stream to it broke, which may mean anything: let somebody look at once."""
+        """A stream to it broke or an answer is late, which may mean anything: ask it at once, here and, since
+        it is reported as silent until it answers, from the controller."""
         with self._lock:
             sight = self._sights.get(peer)
             if sight is None or sight.doubted:
@@ -95,9 +94,9 @@ class PeerWatch:
         """For the report: those that have not answered for longest in front."""
         with self._lock:
             lost = [
-                Unreachable(peer.worker, peer.host, sight.answered_at, sight.how)
+                Unreachable(peer.worker, peer.host, sight.answered_at, sight.how or Break.SILENT)
                 for peer, sight in self._sights.items()
-                if sight.how is not None
+                if sight.how is not None or sight.doubted
             ]
         return tuple(sorted(lost, key=lambda each: (each.since, each.worker))[:MOST])
 

@@ -29,6 +29,15 @@ def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
     assert found["p2"].host_silent
 
 
+def test_peers_silence_counts_once_it_has_lasted_as_long_as_ours_must() -> None:
+    """A sidecar says so after half a second, so that both may wait at the same time."""
+    a, b, c = pods(3)
+    late = accusing(a, "p2", seconds=1.9)
+    assert suspects([late, b, replace(c, silent=3.0)], LIMITS) == {}
+    assert suspects([late, b, replace(c, silent=59.0)], LIMITS) == {}
+    assert set(suspects([accusing(a, "p2", seconds=2.1), b, replace(c, silent=2.1)], LIMITS)) == {"p2"}
+
+
 def test_nodes_that_fail_together_are_given_up_together() -> None:
     """The first of a rack is silent a moment before the second: a new pod must not go to that one."""
     a, b, c, d = pods(4)

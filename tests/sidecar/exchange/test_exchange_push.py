@@ -337,6 +337,17 @@ def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it
     until(lambda: not lost(world, 0), "worker 1 is back")
 
 
+def test_answer_that_is_late_is_told_while_it_is_waited_for(make_world: MakeWorld) -> None:
+    """So the controller's own wait begins beside that of the neighbour, not after it."""
+    world = make_world(workers=2)
+    world.patience |= {"tiercheck_sidecar.exchange.server:ANSWER": 1e6}
+    world.launch()
+    world.pause(1)
+    until(lambda: lost(world, 0), "worker 0 misses worker 1")
+    world.resume(1)
+    until(lambda: not lost(world, 0), "one answer is enough for one that was only late")
+
+
 def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_attempt(
     make_world: MakeWorld,
 ) -> None:

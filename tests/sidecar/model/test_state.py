@@ -234,6 +234,24 @@ def test_flapping_peer_stays_lost_until_it_is_calm() -> None:
     assert watch.unreachable() == ()
 
 
+def test_late_peer_is_named_until_its_next_answer_and_never_isolates() -> None:
+    watch, clock, news = watching()
+    clock.now += 100
+    watch.doubt(ONE)
+    watch.doubt(OTHER)
+    assert [(lost.worker, lost.since, lost.how) for lost in watch.unreachable()] == [
+        (1, 1000.0, Break.SILENT),
+        (2, 1000.0, Break.SILENT),
+    ]
+    assert not watch.all_lost(60)
+    watch.answered(ONE)
+    watch.answered(OTHER)
+    assert watch.unreachable() == ()
+    assert len(news) == 4
+    watch.answered(ONE)
+    assert len(news) == 4, "an answer in time is no news"
+
+
 def test_peer_of_an_earlier_attempt_is_forgotten() -> None:
     watch, _, _ = watching()
     watch.broken(ONE, Break.REFUSED)
