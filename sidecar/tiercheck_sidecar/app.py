@@ -72,13 +72,14 @@ class Sidecar:
         """`interfaces`: what the pod's networks are found by."""
         self.config = config
         self.state = SidecarState(config)
+        hands = spare_hands(config.cgroup_dir)
         self.vault = Vault(
             config.vault_dir,
             config.memory_limit,
             config.ranks,
             self.state.bump,
             self.state.tagger,
-            hands=spare_hands(config.cgroup_dir),
+            hands=hands,
         )
         self.reporter = Reporter(self.state, self.vault)
         self.reclaimer = Reclaimer(self.state, self.vault)
@@ -103,7 +104,7 @@ class Sidecar:
         self.reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
         self.restorer = Restorer(self.state, self.vault, self.reach)
         self.rehearser = Rehearser(self.state, self.vault, self.reach)
-        self.socket = TrainerSocket(self.state, self.vault, self.reach)
+        self.socket = TrainerSocket(self.state, self.vault, self.reach, max(4, hands))
         self.parity = ParitySender(
             self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )

@@ -33,23 +33,24 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
-"""Threads, apart, so that a delta does not wait until snapshots are digested."""
-
-
 _LONGEST_FAULT = 200
 """Characters of what a launcher or a rank says of itself."""
 
 
 class TrainerSocket:
-    """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
+    """Serves one trainer container. `start` raises OSError if the socket cannot be made.
 
-    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources) -> None:
+    `sealers`: threads that digest snapshots at the same time, one of which fills no fast node's memory.
+    """
+
+    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources, sealers: int = 4) -> None:
         self._state, self._vault, self._reach = state, vault, reach
+        # Apart, so that a delta does not wait until snapshots are digested.
+        self._sealing = {Kind.SNAPSHOT: sealers, Kind.DELTA: 2}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stopped = False
         self._written: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
-            kind: queue.SimpleQueue() for kind in _SEALERS
+            kind: queue.SimpleQueue() for kind in self._sealing
         }
         self._sealers: list[threading.Thread] = []
         self._open: set[socket.socket] = set()
@@ -67,7 +68,7 @@ class TrainerSocket:
         self._listener.listen(64)
         os.replace(fresh, path)
         threads = self._state.threads
-        for kind, count in _SEALERS.items():
+        for kind, count in self._sealing.items():
             for number in range(count):
                 name = f"seal-{kind.value}-{number}"
                 self._sealers.append(threads.loop(name, partial(self._seal, kind), vital=True))
@@ -82,7 +83,7 @@ class TrainerSocket:
         for connection in list(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for kind, count in _SEALERS.items():
+        for kind, count in self._sealing.items():
             for _ in range(count):
                 self._written[kind].put(None)
         for sealer in self._sealers:
