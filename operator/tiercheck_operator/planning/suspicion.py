@@ -126,8 +126,7 @@ def suspects(
             other.pod: accusation
             for other in answering
             for accusation in other.accuses
-            if accusation.pod == witness.pod
-            and (accusation.seconds > limits.accused or not accusation.host_silent)
+            if accusation.pod == witness.pod and _counts(accusation, limits)
         }
         host_silent = not witness.host_answers and any(
             accusation.host_silent for accusation in named.values()
@@ -165,6 +164,11 @@ def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits)
     )
 
 
+def _counts(accusation: Accusation, limits: Limits) -> bool:
+    """Whether it is more than an answer that is late: of a silence that just began peers tell at once."""
+    return accusation.seconds > limits.accused or not accusation.host_silent
+
+
 def _isolated(
     answering: Sequence[Witness], witnesses: Collection[Witness], limits: Limits, training: Training
 ) -> dict[str, Suspicion]:
@@ -176,7 +180,7 @@ def _isolated(
         (frozenset((witness.node, node_of[accusation.pod])), witness, accusation)
         for witness in answering
         for accusation in witness.accuses
-        if accusation.pod in node_of and node_of[accusation.pod] != witness.node
+        if node_of.get(accusation.pod, witness.node) != witness.node and _counts(accusation, limits)
     ]
     explaining = frozenset.intersection(*(ends for ends, _, _ in links)) if links else frozenset()
     for node in sorted(explaining):

@@ -83,6 +83,15 @@ def test_accusations_of_the_silent_do_not_count() -> None:
     assert suspects(seen, LIMITS) == {}
 
 
+def test_late_answer_between_others_hides_no_node_that_is_cut_off() -> None:
+    seen = pods(6, per_node=2)
+    seen[2] = accusing(seen[2], "p0", seconds=40)
+    seen[4] = accusing(seen[4], "p1", seconds=40)
+    found = suspects(seen, LIMITS)
+    seen[3] = accusing(seen[3], "p5", seconds=0.4)
+    assert suspects(seen, LIMITS) == found != {}
+
+
 def test_node_that_no_other_node_reaches_is_given_up_with_all_its_pods() -> None:
     seen = pods(6, per_node=2)
     seen[2] = accusing(seen[2], "p0", seconds=40)
