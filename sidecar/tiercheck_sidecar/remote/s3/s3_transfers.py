@@ -92,7 +92,7 @@ class Transfers:
                 for begin in range(0, len(source), part):
                     piece = source[begin : begin + part]
                     try:
-                        await asyncio.to_thread(gate, begin, piece)
+                        gate(begin, piece)  # of this loop nobody else wants anything
                     except Exception as error:
                         known.stopped = error
                         if isinstance(error, RemoteCorrupt):
