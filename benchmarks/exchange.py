@@ -58,8 +58,7 @@ def run(scale: Scale) -> Outcome:
             rate_text(1e9 * found[f"{key}, GB/s"]),
             limit,
             found[f"{key} / limit"],
-            0.85,
-            Sense.AT_LEAST,
+            sense=Sense.AT_LEAST,
             unit="%",
             note=f"{found['mebibytes']} MiB, {found['streams']} streams",
         )
@@ -71,18 +70,21 @@ def run(scale: Scale) -> Outcome:
             rate_text(1e9 * found[f"{prefix}{key}, GB for a core-second"]),
             f"without tags: {rate_text(1e9 * found[f'plain {key}, GB for a core-second'])}",
             found[f"{prefix}{key} / plain, for a core-second"],
-            bound,
+            bounds.get(key),
             Sense.AT_LEAST,
             unit="%",
             note="processor time of both ends",
         )
-        for way, prefix, bound in (("authenticated", "", 0.9), ("encrypted", "encrypted ", None))
+        for way, prefix, bounds in (("authenticated", "", _AUTHENTICATED), ("encrypted", "encrypted ", {}))
         for name, key in _WAYS
     ]
     return Outcome(rows, found)
 
 
 _WAYS = (("sent to a holder", "push"), ("fetched from a holder", "fetch"))
+_AUTHENTICATED = {"push": 0.95, "fetch": 0.9}
+"""Promised parts of what the same copy does without tags: a file's pages into memory that is there, which is
+the limit for whoever keeps what it receives. iperf3's bytes never leave the cache, so that row is a note."""
 
 
 def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:

@@ -44,6 +44,9 @@ PARALLEL = 4
 BUCKET = "benchmark"
 CLIENTS = ("ours", "obstore", "boto3")
 DIRECTIONS = ("upload", "restore")
+CPU, THROUGHPUT = {"upload": 0.75, "restore": 1.2}, {"upload": 0.75, "restore": 0.95}
+"""Promised parts of obstore alone, which verifies nothing: on the way up that is one pass more over each
+byte; on the way down ours makes no memory of its own for them."""
 
 
 def run(scale: Scale) -> Outcome:
@@ -70,7 +73,7 @@ def run(scale: Scale) -> Outcome:
                     f"{cpu['ours']:.2f} s/GB",
                     f"{cpu['obstore']:.2f} s/GB",
                     figures["per CPU second, ours / obstore"],
-                    0.95,
+                    CPU[direction],
                     Sense.AT_LEAST,
                     unit="%",
                     note="median of paired ratios; obstore verifies no digests",
@@ -80,7 +83,7 @@ def run(scale: Scale) -> Outcome:
                     f"{1 / wall['ours']:.2f} GB/s",
                     f"{1 / wall['obstore']:.2f} GB/s",
                     figures["throughput, ours / obstore"],
-                    0.95,
+                    THROUGHPUT[direction],
                     Sense.AT_LEAST,
                     unit="%",
                 ),

@@ -127,7 +127,6 @@ _THREAD = "Python in the training thread"
 
 CAUSES = {
     _THREAD: "tensors are read one by one and have left the cache; torch's counters alone take 26 to 38 %",
-    "peer copy throughput": "iperf3's bytes stay in the cache; ours go to memory, and are read again",
     "peer copy authenticated": "a core tags 37 GB/s in its cache, 8 from memory",
     "verified local restore": "what is copied is read once more, to verify it",
     "verified peer restore": "new memory for slot and moments (what these cost: local restore's note)",

@@ -148,7 +148,7 @@ def _peer_rows(
     if not theirs:
         return [
             Figure(
-                PEER, seconds_text(fetch + load), bound=2.0, sense=Sense.AT_LEAST, note=problem or "no result"
+                PEER, seconds_text(fetch + load), bound=1.0, sense=Sense.AT_LEAST, note=problem or "no result"
             )
         ]
     by_chunks = {key: min(each[key] for each in theirs) for key in theirs[0]}
@@ -159,7 +159,7 @@ def _peer_rows(
             seconds_text(fetch + load),
             f"{seconds_text(by_chunks[best])} ({best})",
             by_chunks[best] / (fetch + load),
-            2.0,
+            1.0,
             Sense.AT_LEAST,
             note=f"median {seconds_text(usual)}; {parts}; torchft verifies nothing",
         )
