@@ -131,7 +131,7 @@ CAUSES = {
     "verified local restore": "what is copied is read once more, to verify it",
     "verified peer restore": "new memory for slot and moments (what these cost: local restore's note)",
     "S3 restore over https": "Python's lock is taken for each TLS record",
-    "S3": "each byte is digested on the way (0.06 s/GB); an upload begins with four calls",
+    "S3": "each byte is digested on the way (0.06 to 0.13 s/GB); an upload begins with four calls",
     "peak memory of the operator": "48 KiB for each worker's connection, half of it OpenSSL's; 62 MiB idle",
     "restore of another size": "for each worker a handshake (11 %), its reports (19 %), 436 KB enciphered",
     "fault to all ranks' next step": "four ranks that load and replay share two cores, with imports of torch",
