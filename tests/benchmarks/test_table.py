@@ -71,10 +71,10 @@ def test_figure_survives_the_file_of_results(figure: Figure) -> None:
 def test_a_miss_is_explained_or_said_to_be_unexplained() -> None:
     assert "- rate: not profiled." in page(run(), {})
     explained = explain(
-        ["peer copy throughput, sent to a holder", "peer copy throughput, fetched from a holder"]
+        ["peer copy authenticated, sent to a holder", "peer copy authenticated, fetched from a holder"]
     )
     assert len(explained) == 1
-    assert explained[0].startswith("- peer copy throughput: iperf3")
+    assert explained[0].startswith("- peer copy authenticated: a core tags")
 
 
 def test_a_miss_is_told_in_its_row_with_its_numbers() -> None:
