@@ -30,7 +30,7 @@ def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
 
 
 def test_peers_silence_counts_once_it_has_lasted_as_long_as_ours_must() -> None:
-    """A sidecar says so after half a second, so that both may wait at the same time."""
+    """A sidecar says so at once, so that both may wait at the same time."""
     a, b, c = pods(3)
     late = accusing(a, "p2", seconds=1.9)
     assert suspects([late, b, replace(c, silent=3.0)], LIMITS) == {}
