@@ -2,9 +2,9 @@
 
 Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies
 nothing. A copy goes into memory that is there, and so do the moments of the restore beside it; a new process
-has no memory for them yet, and pays for it in the peer rows. Plain sockets bring bytes into a small buffer of
-a Python process; the copy is added.
-"""
+has no memory for them yet, and pays for it in the peer rows. The new sidecar knows how large snapshots are,
+as it does from the operator while a pod waits or starts, and has made memory for one; the row's note has the
+fetch without. Plain sockets bring bytes into a small buffer of a Python process; the copy is added."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(scale: Scale) -> Outcome:
     torch.set_num_threads(1)
     training = Training(scale.restore, tokens=0)
     local: dict[str, list[float]] = {"verify": [], "load": [], "load into new memory": [], "copy": []}
-    peer: dict[str, list[float]] = {"fetch": [], "load": []}
+    peer: dict[str, list[float]] = {"fetch": [], "fetch into new memory": [], "load": []}
     theirs: list[dict[str, Any]] = []
     plain: list[float] = []
     problem = ""
@@ -61,6 +61,9 @@ def run(scale: Scale) -> Outcome:
             local["load"].append(_load(job, training))
             local["load into new memory"].append(_load(job, training, new=True))
             job.lose(0)
+            peer["fetch into new memory"].append(_hold(job, version, {0: (job.from_peer(1),)}))
+            job.lose(0)
+            _make_ready(job)
             peer["fetch"].append(_hold(job, version, {0: (job.from_peer(1),)}))
             peer["load"].append(_load(job, training, new=True))
             sent, seconds = over_sockets(STREAMS)
@@ -106,6 +109,13 @@ def _hold(job: Job, version: Version, sources: dict[int, Any]) -> float:
     return report.seconds
 
 
+def _make_ready(job: Job) -> None:
+    """Worker 0's sidecar is asked for its report as by the operator, which knows how large snapshots are."""
+    (size,) = {holding.bytes for holding in job.report(1).holdings if holding.rank == 0}
+    job.call(0, "GET", f"/v1/report?snapshot={size}")
+    until(lambda: job.report(0).memory.used >= size, "memory for a snapshot is ready")
+
+
 def _load(job: Job, training: Training, *, new: bool = False) -> float:
     """Seconds until the tensors are the trainer's. `new`: its moments have no memory yet."""
     os.environ |= job.trainer_env(0)
@@ -144,7 +154,8 @@ def _peer_rows(
 ) -> list[Figure]:
     fetch, load = min(peer["fetch"]), min(peer["load"])
     usual = statistics.median(map(sum, zip(peer["fetch"], peer["load"], strict=True)))
-    parts = f"{rate_text(size / fetch)}, loaded in {seconds_text(load)}"
+    new = seconds_text(min(peer["fetch into new memory"]))
+    parts = f"{rate_text(size / fetch)}, loaded in {seconds_text(load)}; fetched into new memory in {new}"
     if not theirs:
         return [
             Figure(

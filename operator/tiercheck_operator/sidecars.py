@@ -1,12 +1,9 @@
-"""Listens to the sidecars of one job and tells them what is wanted.
+"""Reads the reports of one job's sidecars and sends them directives.
 
-The controller calls, the sidecar answers.
-
-One long poll per pod keeps the newest report at hand; news wakes the job. What a worker holds makes up most
-of a report, changes at every step and counts only in a recovery, so it is asked for only then. Polls of many
-workers are longer, and rest between two answers, so that a job takes a bounded part of the processor.
-What a report means is decided elsewhere.
-"""
+The operator is the client, each sidecar a server. One long poll per pod keeps the newest report at hand; a
+new one wakes the job. The list of holdings is most of a report, changes at every step and matters only in a
+recovery, so it is requested only then. With many workers polls last longer and pause between two answers, so
+that a job takes a bounded part of the processor. What a report means is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -39,60 +36,59 @@ from tiercheck_operator.plausible import by_our_clock, make_plausible, without_l
 log = logging.getLogger(__name__)
 
 _BREATH = 0.05
-"""Seconds between two answers of one sidecar, so that one with news at every step does not keep us busy."""
+"""Seconds between two answers of one sidecar. Bounds the work for one that changes at every step."""
 _ANSWERS_PER_SECOND = 4000
-"""Of all sidecars of a job together, if all of them always have news."""
+"""The most answers a second of all sidecars of a job, if their reports change all the time."""
 _POLLS_PER_SECOND = 400
-"""The same, if none has."""
+"""The most polls a second of all sidecars of a job, if no report changes."""
 _RETRIES_PER_SECOND = 200
-"""Of all who are silent."""
+"""The most calls a second to all silent sidecars of a job."""
 _CALLS = 128
-"""That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
-those begun last would be given up before they had a turn, and tried again."""
+"""The most short calls at the same time. A handshake takes a millisecond or two of this process: with more,
+the last ones would time out before their turn, and be tried again."""
 _BEGUN = 32
-"""Of all jobs together, that have just begun: a handshake takes four times the room of the connection that
-comes of it, and an operator that starts calls everybody."""
+"""The most handshakes of all jobs at the same time. A handshake takes four times the memory of its
+connection, and an operator that starts calls every sidecar."""
 _TURN = 0.2
-"""Seconds that one of these may take; then the next begins, so that who does not answer holds up nobody."""
+"""Seconds until the next handshake begins although this one has not ended."""
 _KEPT = 60.0
-"""Seconds that a second connection is kept for the next call: between the question what is held, the
-directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
+"""Seconds that a second connection stays open for the next call of a recovery: the request for holdings, the
+directive to restore, the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
 _MOST_KEPT = 512
-"""Of all jobs together: with more workers, their memory costs more than the handshakes of the others."""
+"""The most such connections of all jobs: beyond, their memory costs more than handshakes do."""
 _RETRY = 1.0
-"""Seconds between calls to a sidecar that does not answer any more."""
+"""Seconds between calls to a sidecar that has stopped answering."""
 _FIRST_RETRY = 0.2
-"""The same for one that has never answered: it is probably starting, and somebody waits for it."""
+"""Seconds between calls to a sidecar that has never answered: it is probably starting."""
 _AT_ONCE = 2.0
-"""Seconds for a sidecar to answer a call that waits for nothing. Then its host is tried."""
+"""Seconds for a sidecar to answer a short call. Then its host is probed."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 _MOST_BODY = 1024 * 1024
-"""Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
+"""Bytes of an answer. A report has some 100 KiB at most, and this process serves all teams' jobs."""
 _SMALL_BODY, _LARGE_AT_ONCE = 64 * 1024, 2
-"""Bytes of an answer that may come at any time; and how many larger ones of a job, one after the other."""
+"""Bytes of an answer that is always read, and the number of larger ones of a job read at the same time."""
 _OF_JOB, _OF_SIDECAR = 2 * 1024 * 1024, 128 * 1024
-"""Bytes of the newest answers of a job's sidecars together, kept in memory: for the job, and for each."""
+"""Bytes of a job's newest answers kept in memory: a fixed part, and one for each sidecar."""
 _PIECE = 32 * 1024
-"""Bytes of a directive that are enciphered at once. What TLS takes at once it keeps room for, for as long as
-the connection lives: of a table of sources, more than everything else that a worker takes here."""
+"""Bytes of a directive that are encrypted at a time. TLS keeps a buffer of that size while the connection
+lives; for a whole table of sources it would exceed everything else kept for a worker."""
 _REPORT = Decoder(Report)
 _BARE = {"holdings": "no"}
-"""Asks for a report without what is held."""
+"""The query for a report without holdings."""
 
 
 def _only(credentials: Credentials) -> aiohttp.Fingerprint:
-    """Believes the one certificate of the job, which is the only one that its authority ever issued.
+    """Returns the fingerprint of the job's one certificate, the only one that its authority ever issued.
 
-    It is compared before anything of a request is sent. So one TLS context, which knows no authority, serves
-    all jobs, and no connection keeps what its peer's certificate says.
-    """
+    It is compared before anything of a request is sent. So one TLS context without authorities serves all
+    jobs, and no connection keeps a parsed certificate."""
     certificate = ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
     return aiohttp.Fingerprint(hashlib.sha256(certificate).digest())
 
 
 class Signer:
-    """Signs for one job. A signature is always the same, so one that is made again tells a true one."""
+    """Signs for one job. Ed25519 is deterministic, so a signature is checked by making it again."""
 
     def __init__(self, job_uid: str, key: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(key)
@@ -104,21 +100,21 @@ class Signer:
         return self._key.sign(signing.pod_statement(uid)).hex()
 
     def without_hearsay(self, report: Report) -> Report:
-        """`report` with the newest attempt only if that is signed."""
+        """Returns `report`, without its newest attempt unless that is signed."""
         claimed, given = report.newest_attempt, report.newest_signature
         true = claimed > 0 and self.sign_attempt(claimed) == given
         return replace(report, newest_attempt=claimed if true else 0, newest_signature="")
 
 
 class SidecarError(Exception):
-    """The sidecar did not answer, or not as one of ours; the message is a sentence."""
+    """The sidecar did not answer, or not as a sidecar of this job; the message is a sentence."""
 
     def __init__(self, message: str, failure: str = "not answered by a sidecar of this job") -> None:
-        """`failure`: what becomes of calls to it, as a clause."""
+        """`failure`: a clause that completes "calls to it are ..."."""
         super().__init__(message)
         self.failure = failure
         self.sign: HostSign | None = None
-        """What its host did, where that was tried already."""
+        """The host's reaction to a probe during the call; None: not probed."""
 
 
 _FAILURES: tuple[tuple[str, tuple[type[BaseException], ...]], ...] = (
@@ -130,7 +126,7 @@ _FAILURES: tuple[tuple[str, tuple[type[BaseException], ...]], ...] = (
 
 
 def _failure_of(error: BaseException | None) -> str:
-    """What became of a call, as a clause; by the innermost error that tells."""
+    """Returns how a call failed, as a clause, by the innermost error of a known kind."""
     while error is not None:
         for clause, kinds in _FAILURES:
             if isinstance(error, kinds):
@@ -140,16 +136,16 @@ def _failure_of(error: BaseException | None) -> str:
 
 
 class Lines:
-    """Shared by the sidecars of all jobs: one session, turns to begin a call, who has a second connection."""
+    """Shares one HTTP session, the limit on handshakes and the kept connections among all jobs."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(_BEGUN)
         self.kept: set[str] = set()
-        """Hosts to which a second connection is kept."""
+        """The hosts to which a second connection stays open."""
 
     @cached_property
     def session(self) -> aiohttp.ClientSession:
-        """Made in the event loop that first asks for it."""
+        """The session, created in the event loop that first uses it."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT),
             headers={"Accept-Encoding": "identity"},
@@ -159,7 +155,7 @@ class Lines:
 
     @contextlib.asynccontextmanager
     async def take_turn(self) -> AsyncIterator[None]:
-        """Wait for a turn; it is given back at the end, and after `_TURN` seconds in any case."""
+        """Waits for a turn, which ends with the block, and after `_TURN` seconds in any case."""
         await self._free.acquire()
         with contextlib.ExitStack() as turn:
             turn.callback(self._free.release)
@@ -170,7 +166,7 @@ class Lines:
                 late.cancel()
 
     async def close(self) -> None:
-        """When nobody uses them any more."""
+        """Closes the session, which must not be in use any more."""
         if "session" in vars(self):
             await self.session.close()
 
@@ -195,7 +191,7 @@ class JobSidecars:
         self._believed, self._token = _only(credentials), f"Bearer {credentials.token}"
         self._signer = Signer(job_uid, credentials.operator_key)
         self._of_pod: dict[str, str] = {}
-        """By host, the signature that its pod knows the operator by."""
+        """The operator's signature of each pod, by host."""
         self._lines, self._shares_lines = lines or Lines(), lines is not None
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
@@ -203,24 +199,26 @@ class JobSidecars:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
         self._again: set[str] = set()
-        """Whom to ask at once."""
+        """UIDs of pods to call at once."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, asyncio.Timeout] = {}
-        """The long polls under way; ended when a call has shown that one waits in vain."""
+        """The timeouts of long polls under way. One expires when a short call has failed."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._sizes: dict[str, int] = {}
-        """Bytes of the newest answer, by host."""
+        """Bytes of the newest answer of each host."""
+        self._snapshot = 0
+        """Bytes of the largest snapshot that any worker has reported."""
 
     @property
     def reports(self) -> Mapping[str, WorkerReport]:
-        """By pod UID, of the pods that are followed."""
+        """The newest report of each followed pod, by UID."""
         return dict(self._reports)
 
     def follow(self, hosts: Mapping[str, str]) -> None:
-        """Listen to exactly these pods: UID to address (`protocol.address`)."""
+        """Polls exactly these pods from now on: UID to address (`protocol.address`)."""
         for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
             for task in (self._tasks.pop(uid), self._asking.pop(uid, None)):
                 if task is not None:
@@ -243,8 +241,8 @@ class JobSidecars:
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
     def want_holdings(self, wanted: bool) -> None:
-        """Whether reports are to say what is held. If they are from now on, who has not just said it is asked
-        at once; if not, what was said is forgotten."""
+        """Sets whether reports include holdings. Once they do, sidecars without a current list are called at
+        once; once they do not, the lists are dropped."""
         if wanted == self._holdings:
             return
         self._holdings = wanted
@@ -255,17 +253,18 @@ class JobSidecars:
                 self._reports[uid] = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
-        """Ask now, beside the long poll under way. Who is silent is asked again and again in any case."""
+        """Requests a report now, beside the long poll under way. Silent sidecars are called repeatedly in any
+        case."""
         if uid in self._hosts and uid not in self._silent:
             self._again.add(uid)
             if uid not in self._asking:
                 self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
 
     async def push(self, uid: str, directive: Directive) -> None:
-        """Tell the sidecar what is wanted. Raises SidecarError.
+        """Sends the sidecar its directive. Raises SidecarError.
 
-        In a first attempt nothing is lost by a second handshake, and all workers of a job are told at once.
-        """
+        A first attempt goes to all workers at once and can afford another handshake, so its connections
+        close."""
         host = self._hosts.get(uid)
         if host is None:
             raise SidecarError(f"pod {uid} is not followed")
@@ -284,7 +283,7 @@ class JobSidecars:
         )
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stops polling."""
         tasks = [*self._tasks.values(), *self._asking.values()]
         self.follow({})
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -300,14 +299,14 @@ class JobSidecars:
                 if report is not None:
                     self._heard(uid, report)
                     if wait == 0:
-                        self._wake()  # somebody waits for this very answer, even if it brings no news
+                        self._wake()  # a reconcile waits for this answer even if nothing changed
                     serial, (wait, pause) = report.serial, self._pace()
-                    del report  # would stay, with all that is held, while the next poll waits
+                    del report  # else it stays in memory, with all holdings, during the next poll
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
                 now = self._clock()
-                due = max(due, now - self._call)  # before that it may have waited for its turn
+                due = max(due, now - self._call)  # before that the call may have waited for its turn
                 self._not_heard(uid, error, min(due, now), error.sign or await _knock(host))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
@@ -316,15 +315,16 @@ class JobSidecars:
             await asyncio.sleep(pause)
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds that a long poll waits, and between it and the next: more of both for many workers."""
+        """Returns seconds that a long poll waits, and that pass until the next. Both grow with the
+        workers."""
         many = len(self._hosts)
         return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
     async def _poll_unless_in_vain(self, uid: str, host: str, serial: int, wait: float) -> Report | None:
-        """The next report; None if a call has failed in the meantime."""
+        """Returns the next report; None if a short call failed in the meantime."""
         if wait == 0:
             return await self._get_all(uid, host, polls=True)
-        query = {"after": str(serial), "wait": f"{wait:g}", **self._what_is_held(uid)}
+        query = {"after": str(serial), "wait": f"{wait:g}", **self._query(uid)}
         seconds = wait + self._call
         try:
             async with asyncio.timeout(None) as waiting:
@@ -339,7 +339,7 @@ class JobSidecars:
                 del self._waiting[uid]
 
     async def _ask(self, uid: str, host: str) -> None:
-        """As often as somebody wants to know, one call after the other."""
+        """Requests reports one after the other, as long as another one was requested by `probe`."""
         try:
             while uid in self._again:
                 self._again.discard(uid)
@@ -348,7 +348,7 @@ class JobSidecars:
                     self._heard(uid, await self._get_all(uid, host))
                     self._wake()
                 except SidecarError as error:
-                    # It may have waited for its turn before.
+                    # The call may have waited for its turn before.
                     asked = max(asked, self._clock() - min(_AT_ONCE, self._call))
                     self._not_heard(uid, error, asked, error.sign or await _knock(host))
                     if (waiting := self._waiting.pop(uid, None)) is not None:
@@ -358,8 +358,8 @@ class JobSidecars:
                 del self._asking[uid]
 
     async def _get_all(self, uid: str, host: str, polls: bool = False) -> Report:
-        """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
-        query = {"after": "-1", "wait": "0", **self._what_is_held(uid)}
+        """Returns the current report. Calls take turns; silent sidecars have turns of their own."""
+        query = {"after": "-1", "wait": "0", **self._query(uid)}
         seconds = min(_AT_ONCE, self._call)
         async with contextlib.AsyncExitStack() as turn:
             if uid in self._silent:
@@ -372,7 +372,7 @@ class JobSidecars:
             )
             knock: asyncio.Task[HostSign] | None = None
             try:
-                # Tried while the answer is late, not after it: somebody may wait to give the pod up.
+                # Probed while the answer is late, not afterwards: a recovery may wait for the result.
                 if not (await asyncio.wait([request], timeout=max(0.0, seconds - _KNOCK)))[0]:
                     knock = asyncio.create_task(_knock(host))
                 return await request
@@ -384,13 +384,19 @@ class JobSidecars:
                     if task is not None:
                         task.cancel()
 
-    def _what_is_held(self, uid: str) -> Mapping[str, str]:
-        """Of a question: whether what is held is wanted, or which of it is known."""
-        if not self._holdings:
-            return _BARE
-        known = self._reports.get(uid)
-        report = known.report if known is not None and known.holdings_at is not None else None
-        return {} if report is None else {"held": f"{report.instance}.{report.held}"}
+    def _query(self, uid: str) -> Mapping[str, str]:
+        """Returns the query of a request for a report.
+
+        It names the holdings that are known, or that none are wanted; and to a sidecar without snapshots,
+        such as a spare's, the size of the other workers' snapshots."""
+        known, query = self._reports.get(uid), dict(_BARE)
+        report = known.report if known is not None else None
+        if self._holdings:
+            is_known = report is not None and known is not None and known.holdings_at is not None
+            query = {"held": f"{report.instance}.{report.held}"} if is_known and report is not None else {}
+        if self._snapshot and (report is None or not report.memory.snapshot):
+            query["snapshot"] = str(self._snapshot)
+        return query
 
     async def _request(
         self,
@@ -404,7 +410,8 @@ class JobSidecars:
         polls: bool = False,
         keeps: bool = True,
     ) -> Report:
-        """`body`: in parts. `polls`: on the connection of long polls. `keeps`: another may stay for more."""
+        """Makes one call. `body`: in parts. `polls`: uses the connection of long polls. `keeps`: another
+        connection may stay open for more calls. Raises SidecarError."""
         url = f"https://{join_address(*endpoint(host, names.CONTROL_PORT))}{path}"
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         headers = {"Authorization": self._token, signing.HEADER: self._of_pod.get(host, "")}
@@ -434,14 +441,14 @@ class JobSidecars:
                     )
         except SidecarError:
             raise
-        except Exception as error:  # nothing that a sidecar answers ends the listening to it
+        except Exception as error:  # whatever a sidecar answers, it is called again
             what = f"{host} does not answer: {type(error).__name__} {error}"
             raise SidecarError(what, _failure_of(error)) from error
         return self._accept(host, text, ahead)
 
     def _accept(self, host: str, text: bytes, ahead: float) -> Report:
-        """What is kept of an answer: one sidecar may say much, and all of them together as much as their
-        number allows. Raises SidecarError."""
+        """Returns the report in an answer, without its lists where all answers of the job together are too
+        large. Raises SidecarError."""
         try:
             report = read_report(text)
         except Malformed as error:
@@ -471,22 +478,24 @@ class JobSidecars:
             return
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
-            return  # of a long poll, overtaken by the answer to a call
+            return  # the answer to a long poll, overtaken by that to a short call
         if not self._holdings and report.holdings:
-            report = _without_holdings(report)  # asked for when they still were wanted
+            report = _without_holdings(report)  # requested while they were still wanted
         held_at = None
         if before is not None and same and self._holdings and not report.tells_holdings:
             known_at = known.holdings_at
             held_at = now if known_at is not None and report.held == before.held else known_at
             report = replace(report, holdings=before.holdings, held=before.held)
         self._silent.discard(uid)
+        self._snapshot = max(self._snapshot, report.memory.snapshot)
         stepped = now if _stepped(before, report) else known.stepped_at
         self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
         if before != report or known.silent_since is not None:
             self._wake()
 
     def _not_heard(self, uid: str, why: SidecarError, since: float, sign: HostSign) -> None:
-        """`since`: when it ought to have answered; `sign`: what came back from its host."""
+        """Records a failed call. `since`: when an answer was due; `sign`: the reaction of its host to a
+        probe."""
         known = self._reports.get(uid)
         if known is None:
             return
@@ -506,14 +515,14 @@ class JobSidecars:
 
 
 class DirectiveEncoder:
-    """Writes directives. A table of sources that many share is written once, and copied for nobody."""
+    """Encodes directives. A table of sources that many share is encoded once and never copied."""
 
     def __init__(self) -> None:
         self._table: SourceTable | None = None
         self._written = b""
 
     def encode(self, directive: Directive) -> tuple[bytes, ...]:
-        """JSON as `to_json` writes it but for the order of fields, in parts."""
+        """Returns the JSON of `to_json`, but for the order of fields, in parts."""
         restore = directive.restore
         if restore is None or not restore.world_size:  # each has a table of its own
             return (msgspec.json.encode(directive),)
@@ -525,14 +534,14 @@ class DirectiveEncoder:
 
 
 def _fields(message: Directive | Restore, without: str) -> bytes:
-    """As JSON, of which the last byte closes the object."""
+    """Returns the other fields as a JSON object."""
     return msgspec.json.encode(
         {field.name: getattr(message, field.name) for field in fields(message) if field.name != without}
     )
 
 
 def read_report(text: bytes) -> Report:
-    """Raises Malformed, and nothing else."""
+    """Decodes a report. Raises Malformed, and nothing else."""
     report = decode_with(_REPORT.decode, text, _MOST_BODY)
     _share_equal_parts(report.holdings)
     return report
@@ -543,7 +552,8 @@ def _without_holdings(report: Report) -> Report:
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:
-    """All ranks of a worker hold the same few versions, of the same sizes. Nobody else has these objects."""
+    """Replaces equal parts by one object, in place: ranks of a worker hold the same few versions and
+    sizes."""
     same: dict[object, Any] = {}
     known, put = same.setdefault, object.__setattr__
     for each in holdings:
@@ -560,7 +570,7 @@ async def in_pieces(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:
 
 
 async def _body(response: aiohttp.ClientResponse, host: str, large: asyncio.Semaphore) -> bytes:
-    """As it was sent: not decompressed, never more than what an honest sidecar says. Raises SidecarError."""
+    """Reads a bounded number of bytes, not decompressed. Raises SidecarError."""
     found = bytearray()
     async with contextlib.AsyncExitStack() as turn:
         async for piece in response.content.iter_any():
@@ -573,7 +583,7 @@ async def _body(response: aiohttp.ClientResponse, host: str, large: asyncio.Sema
 
 
 async def _knock(address: str) -> HostSign:
-    """Kernels refuse for processes that are gone, and accept for those that have no time."""
+    """Probes the control port: the kernel refuses for an ended process and accepts for a busy one."""
     try:
         async with asyncio.timeout(_KNOCK):
             _, writer = await asyncio.open_connection(*endpoint(address, names.CONTROL_PORT))
@@ -586,7 +596,8 @@ async def _knock(address: str) -> HostSign:
 
 
 def _stepped(before: Report | None, after: Report) -> bool:
-    """Whether its trainer made a step between the two. A sidecar that started again learns of old ones."""
+    """Returns whether the trainer made a step between the two. A restarted sidecar's first step is an old
+    one."""
     if before is None or before.attempt != after.attempt or before.trainer.step is None:
         return False
     return (after.trainer.step or 0) > before.trainer.step

@@ -104,7 +104,7 @@ class Sidecar:
         self.reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
         self.restorer = Restorer(self.state, self.vault, self.reach)
         self.rehearser = Rehearser(self.state, self.vault, self.reach)
-        self.socket = TrainerSocket(self.state, self.vault, self.reach, max(4, hands))
+        self.socket = TrainerSocket(self.state, self.vault, self.reach, hands)
         self.parity = ParitySender(
             self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )

@@ -40,6 +40,8 @@ class ServedSidecar:
         """Of each question: whether what is held was not wanted."""
         self.knows: list[str] = []
         """Of each question and directive: which holdings its sender knows."""
+        self.expects: list[str] = []
+        """Of each question: how large snapshots of others are."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
         self.connection = self.shown = self.signature = ""
@@ -68,6 +70,7 @@ class ServedSidecar:
         wait = float(request.query["wait"])
         self.asked.append(wait)
         self.bare.append(request.query.get("holdings") == "no")
+        self.expects.append(request.query.get("snapshot", ""))
         if int(request.query["after"]) >= self.report.serial:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):

@@ -121,6 +121,22 @@ async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
     assert sidecar.asked.count(0.0) == 2
 
 
+async def test_sidecar_without_snapshots_is_given_the_size_of_the_others(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    """So that memory for one is there before it is to restore."""
+    uid, memory = sidecar.report.pod_uid, dataclasses.replace(sidecar.report.memory, snapshot=0)
+    sidecar.tell(memory=memory)
+    listening.follow({uid: HOST})
+    await until(lambda: len(sidecar.asked) == 2)
+    sidecar.tell(memory=dataclasses.replace(memory, snapshot=7000))
+    await until(lambda: len(sidecar.asked) == 3)
+    assert sidecar.expects == ["", "", ""], "it has told it itself"
+    sidecar.tell(memory=memory)
+    await until(lambda: len(sidecar.asked) == 4)
+    assert sidecar.expects[-1] == "7000"
+
+
 HELD = (Holding(0, Version(5, 1), Tier.LOCAL, 1),)
 
 

@@ -303,11 +303,13 @@ class ControlApi:
         try:
             after = int(request.query.get("after", "-1"))
             wait = float(request.query.get("wait", "0"))
+            snapshot = int(request.query.get("snapshot", "0"))
             if not math.isfinite(wait):
                 raise ValueError(wait)
         except ValueError:
-            return text_response(422, "after is a serial, wait is in seconds")
+            return text_response(422, "after is a serial, wait is in seconds, snapshot in bytes")
         self._state.hear_controller()
+        self._state.expect_snapshot(snapshot)
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
             changed = self._changed

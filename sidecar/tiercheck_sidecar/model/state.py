@@ -100,6 +100,8 @@ class SidecarState:
         """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
         self.snapshot_every = 0
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
+        self.expected_snapshot = 0
+        """Bytes of the largest snapshot of the job's other workers, by the operator; 0: it knows of none."""
         self.distrusted = ""
         """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence.
         """
@@ -217,6 +219,12 @@ class SidecarState:
     def hear_controller(self) -> None:
         """It has just called."""
         self.controller_at = self.clock()
+
+    def expect_snapshot(self, size: int) -> None:
+        """The operator has named the size of other workers' snapshots; 0: it has not."""
+        if size > 0 and size != self.expected_snapshot:
+            self.expected_snapshot = size
+            self.bump()
 
     def begin_ending(self) -> None:
         """This process was asked to end."""

@@ -40,13 +40,14 @@ _LONGEST_FAULT = 200
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made.
 
-    `sealers`: threads that digest snapshots at the same time, one of which fills no fast node's memory.
+    `hands`: threads that this process may use for heavy work; as many digest snapshots at the same time.
     """
 
-    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources, sealers: int = 4) -> None:
+    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources, hands: int = 1) -> None:
         self._state, self._vault, self._reach = state, vault, reach
-        # Apart, so that a delta does not wait until snapshots are digested.
-        self._sealing = {Kind.SNAPSHOT: sealers, Kind.DELTA: 2}
+        # Apart, so that a delta does not wait until snapshots are digested. One thread digests slower than a
+        # node's memory delivers, so a few run even where there is no core to spare.
+        self._sealing = {Kind.SNAPSHOT: max(4, hands), Kind.DELTA: 2}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stopped = False
         self._written: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {

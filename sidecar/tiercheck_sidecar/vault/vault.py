@@ -24,6 +24,7 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
+from tiercheck_sidecar.vault.ready_memory import ReadyMemory
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slots import (
     MemoryTooSmall,
@@ -94,6 +95,7 @@ class Vault:
         self._numa: dict[int, int] = {}
         """NUMA nodes of own ranks' devices."""
         self._serial = self._used = 0
+        self._ready = ReadyMemory()
         self._tidy: _Shape | None = None
         """In which nothing was to be removed."""
         self._lacking: dict[tuple[Kind, ...], tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
@@ -183,8 +185,8 @@ class Vault:
             return self._demand.plan()
 
     def used(self) -> int:
-        """Bytes of the volume taken by slots and seals."""
-        return self._used
+        """Bytes of the volume taken by slots and seals, and by memory made ready for them."""
+        return self._used + self._ready.size
 
     def reserved(self, rank: int) -> sizing.Room | None:
         """What an own rank asked for, as far as it is known."""
@@ -228,6 +230,7 @@ class Vault:
         reason = self.too_small()
         if reason:
             raise MemoryTooSmall(reason)
+        self._ready.discard()  # what is needed is known now, and may have to lie on another NUMA node
         self.tidy()
         # `prepare` may be making one of them, and a trainer that was told they are there would find none.
         snapshots = Pool(Tier.LOCAL, rank, Kind.SNAPSHOT)
@@ -272,6 +275,17 @@ class Vault:
         with self._lock:
             for slot in gone:
                 self._forget(slot)
+
+    def make_ready(self, count: int, size: int) -> None:
+        """Makes memory for `count` snapshots of about `size` bytes, as long as nothing is known of own ranks:
+        restored snapshots are put into it. Slow: pre-faults."""
+        size = sizing.roomy(size)
+        with self._lock:
+            if self._demand.own or self._used + count * sizing.cost(size) > self.limit:
+                return
+        names = [f"ready-{self._instance}-{index}{SLOT_SUFFIX}" for index in range(count)]
+        if self._ready.make([self._directory / name for name in names], size, self._hands):
+            self._on_change()
 
     def prepare(self, *, deltas: bool = True) -> None:
         """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
@@ -535,7 +549,7 @@ class Vault:
         done = False
         try:
             with touch_on_node(numa):
-                slot.adopt(create(slot.path, slot.size, hands))
+                slot.adopt(self._ready_for(slot) or create(slot.path, slot.size, hands))
             done = True
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
@@ -547,6 +561,17 @@ class Vault:
                     self._forget(slot)
                 self._lock.notify_all()
         return done
+
+    def _ready_for(self, slot: Slot) -> memoryview | None:
+        """Returns the mapping of memory that was made ready and is the slot's now; None if there is none."""
+        if (slot.tier, slot.kind) == (Tier.LOCAL, Kind.SNAPSHOT):
+            area = self._ready.take(slot.path, slot.size)
+            if area is not None:
+                return area
+            self._ready.discard()  # too small, so of no use to this worker
+        elif self._used + self._ready.size > self.limit:
+            self._ready.discard()
+        return None
 
     def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
         """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,

@@ -176,6 +176,9 @@ class Reclaimer:
         for _ in self._state.looks(timeout=1.0):
             verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
+                directive, size = self._state.directive, self._state.expected_snapshot
+                if size and (directive is None or directive.restore is not None):
+                    self._vault.make_ready(self._state.config.procs_per_worker, size)
                 self._vault.prepare(deltas=False)
                 continue
             named = verdict.cadence

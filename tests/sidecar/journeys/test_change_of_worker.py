@@ -187,7 +187,12 @@ def test_spare_becomes_the_lost_worker_and_restores_it_from_its_peer(make_world:
     world.spares = {1}
     world.start(1)
     launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
+    size = world.report(0).memory.snapshot
+    assert world.call(1, "GET", f"/v1/report?snapshot={size}")[0] == 200
+    until(lambda: world.report(1).memory.used >= size, "memory for a snapshot is ready")
+    ready = {path.stat().st_ino for path in world.memory_dir(1).glob("ready-*")}
     world.begin(version, {0: (world.from_peer(1),), 1: (world.from_peer(0),)})
+    assert ready & {path.stat().st_ino for path in world.memory_dir(1).glob("own-*")}, "it was used"
     report = world.report(1)
     assert report.worker == 1
     (restored,) = report.restore.ranks
