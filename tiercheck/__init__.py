@@ -1,7 +1,7 @@
-"""TierCheck's trainer side: what a training script imports.
+"""Exports the public API that a training script imports.
 
-All but the version is loaded lazily: the launcher and the protocol live in this package too, and must start
-before, and without, torch.
+Everything except the version is loaded lazily, because the launcher and the protocol are in this package
+too and must start without torch.
 """
 
 import importlib
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiercheck.trainer.resumable_sampler import ResumableSampler
     from tiercheck.trainer.state.user_state import State
     from tiercheck.trainer.tensors.leaves import NotCapturable
-else:  # a type checker would take every name for Any
+else:  # a type checker would infer Any for every name
     _MODULES = {
         "DifferentState": "restore.load",
         "NotCapturable": "tensors.leaves",

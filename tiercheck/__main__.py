@@ -7,7 +7,7 @@ import sys
 _USAGE = "usage: python3 -m tiercheck launch -- COMMAND [ARGUMENT...]"
 
 if __name__ == "__main__":
-    # PID 1 ends by no signal that it does not catch. The loop takes over when it can start something.
+    # PID 1 ignores signals that it does not catch. The launcher's loop replaces this handler.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
     from tiercheck.launcher.app import main

@@ -1,3 +1,3 @@
-"""Which version this is. A module of its own, so that asking for it imports nothing else."""
+"""Holds the version, in a separate module so that reading it imports nothing else."""
 
 __version__ = "0.1.0"

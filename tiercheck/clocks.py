@@ -1,8 +1,8 @@
-"""Gives times that may be compared: of a clock without steps, and of machines whose clocks differ.
+"""Provides comparable times: a clock without steps, and the skew between machines' clocks.
 
-Decisions need the time that has passed, and the status needs the time of day. One clock for both advances as
-the monotonic clock does, and approaches the wall clock slowly. A step of 90 s (NTP, a resumed virtual
-machine) would otherwise end healthy attempts. With two clocks, moments of both would be compared.
+Decisions need elapsed time, and the status needs the time of day. One clock serves both: it advances with the
+monotonic clock and approaches the wall clock slowly. A step of 90 s (NTP, a resumed virtual machine) would
+otherwise end healthy attempts. With two clocks, times of different clocks would be compared.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 
 _CATCH_UP = 0.1
-"""Seconds by which it is faster or slower, for each that passes, while the wall clock shows another time."""
+"""Seconds of correction per elapsed second while the clock differs from the wall clock."""
 
 
 class SteadyClock:
-    """Call it for the time. It never goes back. Thread-safe.
+    """A callable clock that never goes back. Thread-safe.
 
-    A process that starts begins with the wall clock, so what was written before is by about the same time.
+    It starts at the wall clock, so times that an earlier process wrote are on about the same scale.
     """
 
     def __init__(
@@ -27,34 +27,34 @@ class SteadyClock:
     ) -> None:
         self._wall, self._monotonic, self._lock = wall, monotonic, threading.Lock()
         self._time, self._at = wall(), monotonic()
-        """What it showed when it was asked last, and the monotonic moment of that."""
+        """The time last returned, and the monotonic time of that call."""
 
     def __call__(self) -> float:
-        """Unix seconds."""
+        """Returns the time in Unix seconds."""
         with self._lock:
             at = self._monotonic()
             passed, self._at = at - self._at, at
             self._time += passed
-            # Nothing passed, nothing is made up for: all who ask in one moment get one answer.
+            # No correction if no time has passed: all calls at one moment return the same time.
             most = _CATCH_UP * passed
             self._time += min(max(self._wall() - self._time, -most), most)
             return self._time
 
 
 FORGIVEN = 2.0
-"""Seconds: an answer's Date is precise to one, and the answer was under way for a moment."""
+"""Seconds. Skew up to this is ignored: a Date header is precise to 1 s, and the response took time."""
 
 
 class ClockSkew:
-    """Of the sidecars of one job, by host."""
+    """The clock skew of one job's sidecars, by host."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def heard(self, host: str, date: str | None, now: float) -> float:
-        """Seconds by which the host's clock is ahead of ours, by the Date of an answer that has just come.
+        """Returns the seconds by which the host's clock is ahead, from the Date of a response just received.
 
-        The same as before while it is about the same, so that a report does not look new only for that.
+        Small changes return the previous value, so that a report does not look new only because of them.
         """
         known = self._seconds.get(host, 0.0)
         if date is None:

@@ -1,9 +1,9 @@
-"""Takes connections of strangers: bounded room, bounded time, whatever is short.
+"""Limits the number of unauthenticated connections, and accepts connections for a web server.
 
-Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the
-one that has said nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
+At the limit a new connection is not refused. Instead, the oldest connection of the address with the most is
+closed. A peer authenticates within milliseconds, so it is unlikely to be the one.
 
-`Arrivals` accepts TCP connections for a web server, and goes on when descriptors run short for a while.
+`Arrivals` accepts TCP connections for a web server, and continues after a temporary shortage of descriptors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 MOST_PER_ADDRESS = 64
-"""As many as one worker may need at once, when all its ranks restore over several streams."""
+"""The most that one worker needs at once, when all its ranks restore over several streams."""
 
 
 @dataclass(frozen=True, eq=False)
 class Guest:
-    """One connection."""
+    """An unauthenticated connection."""
 
     address: str
     """The IP address that it comes from."""
     cut: Callable[[], None]
-    """Ends it, from any thread."""
+    """Shuts the connection down; may be called from any thread."""
 
 
 class Strangers:
-    """Thread-safe."""
+    """Holds the unauthenticated connections and limits their number. Thread-safe."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Strangers:
         named: Callable[[], Collection[str]] = frozenset,
         per_address: int = MOST_PER_ADDRESS,
     ) -> None:
-        """`most`: connections of addresses that are not `named`; those that are have room of their own."""
+        """`most`: the limit for all addresses together, except the `named` ones, which do not count."""
         self._most, self._named, self._per_address = most, named, per_address
         self._lock = threading.Lock()
         self._guests: list[Guest] = []
 
     def enter(self, address: str, cut: Callable[[], None]) -> Guest:
-        """Somebody came. Another one may be cut for it."""
+        """Adds a connection, and may cut another one to stay within the limits."""
         guest = Guest(address, cut)
         with self._lock:
             loser = who_gives_way(self._guests, address, self._named(), self._most(), self._per_address)
@@ -59,7 +59,7 @@ class Strangers:
         return guest
 
     def leave(self, guest: Guest) -> None:
-        """It is gone, or has proved who it is. Harmless if it had to give way."""
+        """Removes a connection that was closed or authenticated. Does nothing if it was already removed."""
         with self._lock:
             if guest in self._guests:
                 self._guests.remove(guest)
@@ -68,7 +68,7 @@ class Strangers:
 def who_gives_way(
     guests: Sequence[Guest], newcomer: str, named: Collection[str], most: int, per_address: int
 ) -> Guest | None:
-    """Of `guests`, oldest first, for one who comes from address `newcomer`; None: there is room."""
+    """Returns the connection, of some oldest first, to close for one from `newcomer`; None: there is room."""
     same = [guest for guest in guests if guest.address == newcomer]
     if len(same) >= per_address:
         return same[0]
@@ -80,7 +80,7 @@ def who_gives_way(
 
 
 def hang_up(connection: socket.socket) -> None:
-    """From any thread; the one that serves it closes it."""
+    """Shuts a connection down, from any thread; the thread that serves it closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -88,14 +88,14 @@ def hang_up(connection: socket.socket) -> None:
 log = logging.getLogger(__name__)
 
 _AGAIN = 0.2
-"""Seconds after which a failed accept is tried again: descriptors may be short for a while."""
+"""Seconds until a failed accept is retried: descriptors may be short for a while."""
 
 Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
-"""Gets a connection, which it has to close, and the IP address that it comes from."""
+"""Serves and closes a connection. Arguments: the connection, and the IP address that it comes from."""
 
 
 class WebRunner(Protocol):
-    """One of aiohttp's runners, which the training library does not know."""
+    """The interface of aiohttp's runners, declared here because the training library has no aiohttp."""
 
     async def setup(self) -> None: ...
 
@@ -106,16 +106,16 @@ Runner = TypeVar("Runner", bound=WebRunner)
 
 
 class Arrivals(Generic[Runner]):
-    """Each connection is served in a task of its own. `start`, then `stop`, in one event loop."""
+    """Serves each connection in its own task. Call `start`, then `stop`, in one event loop."""
 
     def __init__(self, runner: Runner, serve: Serve) -> None:
-        """`runner` listens nowhere by itself."""
+        """`runner` must not listen by itself."""
         self._runner, self._serve_one = runner, serve
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Raises OSError if the address is taken."""
+        """Starts to accept connections. Raises OSError if the address is in use."""
         await self._runner.setup()
         self._listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
@@ -124,7 +124,7 @@ class Arrivals(Generic[Runner]):
         self._run(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """Nobody is let in any more, and whoever is being served is given up."""
+        """Stops accepting, and cancels the connections being served."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Makes what a script saves with torch.distributed.checkpoint survive, by the same calls.
+"""Stores what a script saves with torch.distributed.checkpoint in TierCheck, by the same calls.
 
     storage = Storage(folder="checkpoints")
     if storage.start:
@@ -58,22 +58,23 @@ __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 log = logging.getLogger("tiercheck")
 
 _UNDECIDED = 50
-"""Steps between saves while the job has not said."""
+"""The number of steps between saves until the job sets one."""
 _FLUSH_SECONDS = 0.25
 _CLOSE_SECONDS = 60.0
 _numbers = itertools.count()
 
 
 class Storage:
-    """One for each rank, made after `init_process_group` and by all ranks; instead of a `Checkpointer`.
+    """Saves and loads a rank's state with torch.distributed.checkpoint, instead of a `Checkpointer`.
 
-    `folder`, `keep`: outside a cluster, where versions go and how many complete ones stay.
-    Raises RestoreError if the version to continue from cannot be found out. Training must not begin then.
+    Each rank makes one, after `init_process_group`, together with all others. `folder`, `keep`: outside a
+    cluster, where versions go and how many complete ones stay. Raises RestoreError if the version to continue
+    from cannot be determined. Training must not begin then.
     """
 
     def __init__(self, folder: Path | str = "checkpoints", *, keep: int = 2) -> None:
         self.rank, self.world_size = rank_and_world()
-        """This process among the ranks of the job."""
+        """This rank's number, and the number of ranks in the job."""
         run_dir = os.environ.get(ENV_RUN_DIR)
         backend: Backend = (
             SidecarBackend(Path(run_dir), self.rank, self.world_size)
@@ -88,9 +89,9 @@ class Storage:
         self.process_group: dist.ProcessGroup | None = (
             dist.new_group(backend="gloo") if is_distributed() else None
         )
-        """Gloo, and of saving alone: a save in a thread must not meet the collectives of training."""
+        """A gloo group for saving only: a save in a thread must not meet the collectives of training."""
         self.saved = self.failed = 0
-        """Versions that this rank took part in, and those that did not come about."""
+        """The numbers of versions that this rank took part in, and of those that failed."""
         self._warn = WarnOnce()
         self._number = next(_numbers)
         self._under_way: Future[Any] | None = None
@@ -110,46 +111,45 @@ class Storage:
 
     @property
     def start(self) -> int:
-        """The step whose state there is to load; 0: none, a fresh start."""
+        """Returns the step of the version to load; 0: a fresh start."""
         return 0 if self._offer is None else self._offer.version.step
 
     @property
     def every(self) -> int:
-        """Steps between saves, as the job says; 50 outside a cluster."""
+        """Returns the number of steps between saves, as set by the job; 50 outside a cluster."""
         return self._backend.every or _UNDECIDED
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` should be saved. The same answer at all ranks of a job whose steps
-        are even."""
+        """Returns whether to save the state after `step`. Ranks that step in unison get the same answer."""
         return step % self.every == 0
 
     def reader(self) -> TierCheckReader:
-        """For `dcp.load`: the version that `start` tells. Raises RestoreError if there is none."""
+        """Returns a reader of the version to load, for `dcp.load`. Raises RestoreError if there is none."""
         if self._offer is None:
             raise RestoreError("there is no version to load: this is a fresh start")
         return TierCheckReader(self._offer)
 
     def writer(self, step: int | None = None) -> TierCheckWriter:
-        """For `dcp.save` or `dcp.async_save` of the state after `step`; None: its `checkpoint_id` ends in
-        that number."""
+        """Returns a writer of the state after `step`, for `dcp.save` or `dcp.async_save`.
+
+        None: the step is the number in which its `checkpoint_id` ends.
+        """
         self._begin()
         return (StagingWriter if StagingWriter.NEEDED else TierCheckWriter)(self._slots, step)
 
     def planner(self) -> DefaultSavePlanner:
-        """Torch's own; from the second save on it only compares plans instead of exchanging them, where this
-        torch can."""
+        """Returns torch's own planner, which exchanges plans only at the first save if this torch can."""
         caches = "enable_plan_caching" in inspect.signature(DefaultSavePlanner.__init__).parameters
         planner = DefaultSavePlanner(enable_plan_caching=True) if caches else DefaultSavePlanner()
-        # The cache is one for all planners of a class: without a key of its own, this state would meet plans
-        # of another.
+        # All planners of a class share one cache: without a key of its own, this state would be compared with
+        # plans of another.
         planner._cached_plans_key = f"tiercheck-{self._number}"
         return planner
 
     def load(self, state: dict[str, Any], **options: Any) -> int:
-        """`dcp.load` of the version to continue from, if there is one, into `state`; its step. `options`: of
-        `dcp.load`.
+        """Loads the version to continue from, if any, into `state` by `dcp.load`, and returns its step.
 
-        Raises RestoreError, CheckpointException. Training must not begin then.
+        `options`: of `dcp.load`. Raises RestoreError, CheckpointException. Training must not begin then.
         """
         if self._offer is not None:
             loader.load(
@@ -159,8 +159,7 @@ class Storage:
         return self.start
 
     def save(self, state: dict[str, Any], step: int, **options: Any) -> bool:
-        """`dcp.save` of the state after `step`; False if it failed, which never raises. `options`: of
-        `dcp.save`."""
+        """Saves the state after `step` by `dcp.save(**options)`. Returns False if it failed; never raises."""
         self.wait()
         before = self.failed
         with self.never_fatal():
@@ -169,16 +168,15 @@ class Storage:
         return self.failed == before
 
     def async_save(self, state: dict[str, Any], step: int, **options: Any) -> None:
-        """`dcp.async_save` of the state after `step`. Waits for the one before if that is under way; a
-        failure never raises."""
+        """Saves the state after `step` by `dcp.async_save`, after any save in progress. Never raises."""
         self.wait()
         with self.never_fatal():
             given = saver.async_save(state, storage_writer=self.writer(step), **self._options(options))
-            # With a stager of its own torch answers with two futures.
+            # With a stager of its own torch returns two futures.
             self._under_way = given if isinstance(given, Future) else given.upload_completion
 
     def wait(self) -> None:
-        """Until no save is under way. Never raises."""
+        """Waits until no save is in progress. Never raises."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             with self.never_fatal():
@@ -187,8 +185,10 @@ class Storage:
 
     @contextlib.contextmanager
     def never_fatal(self) -> Iterator[None]:
-        """A save that fails in here is logged and counted. `CheckpointException` is no `Exception`, so
-        `except Exception` lets it through."""
+        """Logs and counts a save that fails in here, also one with a `CheckpointException`.
+
+        That is no `Exception`, so `except Exception` lets it through.
+        """
         try:
             yield
         except (Exception, CheckpointException) as error:
@@ -196,25 +196,24 @@ class Storage:
             self._warn(type(error).__name__, f"a version was not saved: {_in_words(error)}")
 
     def end_step(self, step: int, loss: float | None = None) -> None:
-        """Tell that optimizer step `step` is done: from this the job knows that it makes progress. Returns at
-        once."""
+        """Reports that optimizer step `step` is done, so that the job sees progress. Returns at once."""
         self._begin()
         self._backend.progress(step, loss, None, 0)
 
     def close(self) -> None:
-        """Finish what is under way. May be called twice."""
+        """Finishes a save in progress. May be called twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)
         if self._under_way is not None:
-            with contextlib.suppress(TimeoutError, Exception, CheckpointException):  # `wait` says what it was
+            with contextlib.suppress(TimeoutError, Exception, CheckpointException):  # `wait` logs it
                 self._under_way.exception(_CLOSE_SECONDS)
             if self._under_way.done():
                 self.wait()
         if self._under_way is None:
-            # Whoever still holds the group at the interpreter's end keeps gloo's threads alive, and one that
-            # lets go of a Python object then aborts the process. Without us, destroy_process_group ends them.
+            # A reference to the group at the interpreter's end keeps gloo's threads alive, and one that
+            # releases a Python object then aborts. Without this reference destroy_process_group ends them.
             self.process_group = None
         if self._last_words is not None:
             self._last_words.close()
@@ -231,7 +230,7 @@ class Storage:
         self.close()
 
     def _begin(self) -> None:
-        """Training goes on, so nothing more will be loaded."""
+        """Reports once that the version was loaded: training continues, so nothing more will be loaded."""
         if not self._begun:
             self._begun = True
             with self._slots.lock:
@@ -250,7 +249,7 @@ class Storage:
 
 
 def _in_words(error: BaseException) -> str:
-    """DCP's own text is a traceback of each rank; what each of them said is enough."""
+    """Returns what each rank reported; DCP's own text is a traceback of each rank."""
     if not isinstance(error, CheckpointException):
         return str(error) or type(error).__name__
     said = functools.reduce(

@@ -1,17 +1,17 @@
-"""Named places at which a test may have this process fail: be killed, stop, be slow, or meet an error.
+"""Provides named points at which a test can kill, stop or delay this process, or raise an error.
 
-After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing unless
-the environment named a file (`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file, which
-may change at any time, arms one point:
+Modelled on FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing
+unless the environment named a file (`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file,
+which may change at any time, arms one point:
 
     POINT ACTION [times=N] [skip=K] [seconds=S]
 
-`times` (1): how often it strikes, in all processes that look at the file together. `skip` (0): passings of
-each process that are let through before. `seconds`: of a delay. Nothing that comes from the network, a store
-or shared memory is ever asked.
+`times` (1): how often it triggers, over all processes that read the file. `skip` (0): how many passes of each
+process have no effect first. `seconds` (1): the length of a delay. No input from the network, a store or
+shared memory is used.
 
-What strikes is noted in the file's `.struck` neighbour before it does, so that the process's next life is not
-struck as well.
+Each trigger is recorded in a file with the suffix `.struck` before it takes effect, so that the restarted
+process does not trigger it again.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from collections import Counter
 from dataclasses import dataclass
 
 ENV_FAILPOINTS = "TIERCHECK_FAILPOINTS"
-"""Path of the file that arms points. Not set: none can be armed."""
+"""The path of the file that arms points. If it is not set, none can be armed."""
 STRUCK = ".struck"
-"""Suffix of the file with a line for every strike: POINT ACTION PID TIME (Unix seconds)."""
+"""The suffix of the file with a line for each trigger: POINT ACTION PID TIME (Unix seconds)."""
 
 ERRORS = {"enospc": errno.ENOSPC, "emfile": errno.EMFILE, "eio": errno.EIO}
 """Actions that raise OSError."""
 ACTIONS = ("kill", "stop", "delay", "exception", *ERRORS)
-"""kill: SIGKILL. stop: SIGSTOP, until somebody sends SIGCONT. exception: `Struck`."""
+"""kill: SIGKILL. stop: SIGSTOP, until a SIGCONT arrives. exception: raises `Struck`."""
 
 
 class Struck(Exception):
-    """An error that nobody thought of."""
+    """An error of a type that no caller handles."""
 
 
 @dataclass(frozen=True)
 class Arming:
-    """One line of the file."""
+    """One line of the file, which arms one point."""
 
     point: str
     action: str
@@ -56,7 +56,7 @@ class Arming:
 
     @staticmethod
     def parse(line: str) -> Arming:
-        """Raises ValueError."""
+        """Parses one line. Raises ValueError."""
         point, action, *options = line.split()
         if action not in ACTIONS:
             raise ValueError(f"{action} is none of {', '.join(ACTIONS)}")
@@ -84,7 +84,7 @@ class Failpoints:
         self._passed: Counter[str] = Counter()
 
     def passed(self, point: str) -> None:
-        """This process has come to `point`. Raises OSError or Struck if that is what it is armed with."""
+        """Triggers `point` if it is armed and due. Raises OSError or Struck if that is its action."""
         with self._lock:
             self._look()
             arming = self._armed.get(point)
@@ -96,7 +96,7 @@ class Failpoints:
         _strike(arming)
 
     def _look(self) -> None:
-        """Read the file again if it is another one."""
+        """Reads the file again if it was replaced or modified."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -118,7 +118,7 @@ class Failpoints:
                     self._armed[arming.point] = arming
 
     def _claim(self, arming: Arming) -> bool:
-        """Note the strike, unless it has struck as often as it shall."""
+        """Records the trigger and returns True, unless the point has already triggered `times` times."""
         with open(self._path + STRUCK, "a+") as struck:
             fcntl.flock(struck, fcntl.LOCK_EX)
             struck.seek(0)
@@ -147,6 +147,6 @@ _points = Failpoints(os.environ[ENV_FAILPOINTS]) if os.environ.get(ENV_FAILPOINT
 
 
 def failpoint(name: str) -> None:
-    """A place with this name. Raises OSError or Struck if a test wants it."""
+    """Marks a point with this name. Raises OSError or Struck if a test armed it so."""
     if _points is not None:
         _points.passed(name)

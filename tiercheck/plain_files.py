@@ -1,6 +1,6 @@
-"""Opens files in folders that others can write, plain ones only and through no link; syncs folders.
+"""Opens regular files without following symlinks, in folders that others can write to; syncs folders.
 
-Opening a FIFO waits for its writer, and a link leads to what its maker may not read.
+Opening a FIFO would block, and a symlink could point to a file that its creator must not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTS
 
 
 class NotPlain(OSError):
-    """A part of the path is a link, "..", or of another kind than it should be."""
+    """A part of the path is a link, "..", or not of the expected type."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, "no plain file below the folder", path)
@@ -24,16 +24,16 @@ class NotPlain(OSError):
 
 @contextlib.contextmanager
 def folder_beneath(root: Path, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """A descriptor, for `dir_fd`, of the folder at `parts` below `root`, which itself may be a link.
+    """Yields a descriptor, for `dir_fd`, of the folder at `parts` below `root`, which may be a link.
 
-    `make`: missing folders are made. Raises NotPlain, OSError.
+    `make`: creates missing folders. Raises NotPlain, OSError.
     """
     folder = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for depth, part in enumerate(parts):
             try:
                 inner = _enter(folder, part, make)
-            except NotADirectoryError:  # a link is none
+            except NotADirectoryError:  # raised for a symlink too
                 raise NotPlain(str(root.joinpath(*parts[: depth + 1]))) from None
             os.close(folder)
             folder = inner
@@ -57,14 +57,15 @@ def _enter(folder: int, part: str, make: bool) -> int:
 
 
 def open_plain(path: Path, root: Path | None = None, *, write: bool = False) -> int:
-    """A descriptor to read from, or to `write` to as well. Below `root` no folder may be a link; if it is not
-    given, `path`'s own folder may be none. Raises NotPlain, OSError."""
+    """Returns a descriptor of a regular file for reading, and with `write` for writing too.
+
+    No folder below `root` may be a link. Default: the parent of `path`'s folder. Raises NotPlain, OSError."""
     access = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with _parent(path, root) as folder:
         try:
             file = os.open(path.name, access, dir_fd=folder)
         except OSError as error:
-            # A link; a socket or a device without a driver; a folder to write to.
+            # A symlink; a socket or a device without a driver; a folder opened for writing.
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR):
                 raise NotPlain(str(path)) from None
             raise
@@ -75,8 +76,9 @@ def open_plain(path: Path, root: Path | None = None, *, write: bool = False) -> 
 
 
 def create_plain(path: Path, root: Path | None = None) -> int:
-    """A descriptor of a new, empty file to write to, in place of whatever is there. `root` as in
-    `open_plain`. Raises NotPlain, OSError."""
+    """Creates an empty file in place of any other, and returns its descriptor. Raises NotPlain, OSError.
+
+    `root` as in `open_plain`."""
     with _parent(path, root) as folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=folder)
@@ -84,13 +86,13 @@ def create_plain(path: Path, root: Path | None = None) -> int:
 
 
 def create_in(folder: int, name: str) -> int:
-    """A descriptor of a new, empty file to write to, in an open folder. Raises FileExistsError, OSError."""
+    """Creates an empty file in an open folder; returns its descriptor. Raises FileExistsError, OSError."""
     access = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     return os.open(name, access, 0o666, dir_fd=folder)
 
 
 def is_plain(path: Path) -> bool:
-    """Whether it is a file of bytes: no link, no folder, and nothing that could keep its reader waiting."""
+    """Returns whether `path` is a regular file, which excludes links, folders and FIFOs."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -103,9 +105,9 @@ def _parent(path: Path, root: Path | None) -> contextlib.AbstractContextManager[
 
 
 def sync_folder(folder: Path | int) -> None:
-    """Its entries: names that were made in it, or taken out of it. `folder`: its path, or a descriptor.
+    """Syncs the entries of a folder (path or descriptor), so that created and removed names persist.
 
-    Raises OSError, but not where folders may not be opened, or the file system syncs none.
+    Raises OSError, except where folders may not be opened or the file system cannot sync them.
     """
     try:
         path, parent = (".", folder) if isinstance(folder, int) else (folder, None)

@@ -1,8 +1,8 @@
-"""Takes credentials out of text that people read: status, Events, annotations, logs and exports.
+"""Removes credentials from text that users read: status, Events, annotations, logs and exports.
 
-What is found, and what is not, stands in docs/operate/security.md. A harmless word may go with a credential.
-The text comes from others, so each pattern takes time that is linear in the length of a line: repetitions are
-possessive, bounded, or begin where no other can.
+docs/operate/security.md lists what is found and what is not. A harmless word may be removed too. The text is
+untrusted, so each pattern takes time linear in the length of a line: repetitions are possessive, bounded, or
+begin where no other can.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import TracebackType
 
 GONE = "REDACTED"
 LONGEST_LINE = 4096
-"""Characters of a line that are kept."""
+"""The number of characters of a line that are kept."""
 _SHORTEST_KNOWN = 8
-"""Characters. A shorter credential may be a word, like `none`."""
+"""The number of characters. A shorter credential may be a common word such as `none`."""
 
 _NAMES = (
     r"(?:pass(?:word|wd|phrase|code)|pwd|(?-i:_PASS)|(?:db|user|smtp|proxy)[-_]?pass"
@@ -29,10 +29,10 @@ _NAMES = (
     r"|master|auth|ssh|wandb)[-_ ]?key)"
     r"(?:(?<!token)s|[-_]?(?:id|value|hash|string|\d{1,2}))?"
 )
-"""The ends of names whose values are credentials. `tokens` are those of a text."""
+"""Matches the ends of names of credentials. `tokens` is left out: it counts those of a text."""
 _IS_NAME = re.compile(rf"(?i){_NAMES}\Z")
 _QUOTE = r"\\{0,8}[\"'`]"
-"""In JSON within JSON, a quote has backslashes before it."""
+"""Allows backslashes, which precede a quote in JSON within JSON."""
 _TO_QUOTE = rf"b?(?P<mark>{_QUOTE})(?P<quoted>(?:(?!(?<!\\)(?P=mark))[^\n])*+)"
 _VALUE = (
     rf"(?:{_TO_QUOTE}"
@@ -53,28 +53,30 @@ _OPTION = re.compile(
     rf"[ \t]+(?!-)){_VALUE}"
 )
 _PROSE = "(?:is|was|has|not|and|or|must|needs|required|invalid|missing|expired|unexpected|unknown|failed)"
-"""What is said about a value in place of it."""
+"""Words that appear after a name in a sentence, in place of a value."""
 _LINE_OF_YAML = re.compile(
     rf"(?im)^(?P<before>[ \t]*+(?:-[ \t]+)?(?:{_QUOTE})?[\w.-]*?{_NAMES}(?:{_QUOTE})?:[ \t]+)"
     rf"(?![\"'\[{{]|{_PROSE}\s)(?P<word>[^\n]+)"
 )
-"""Its value may hold blanks."""
+"""Matches a line of YAML. Its value may contain blanks."""
 _HEADER = re.compile(
     r"(?i)(?P<before>(?P<outer>\\{0,8}[\"'])?(?:(?:proxy-)?authorization|(?:set-)?cookie)"
     rf"(?:{_QUOTE})?{_BLANKS}(?:[:=]?[=>]|:){_BLANKS})"
     rf"(?:{_TO_QUOTE}|(?P<word>(?(outer)(?:(?!(?P=outer))[^\n])|[^\n])*+))"
 )
-"""Its value goes to the end of the line, or of the quotes around the header."""
+"""Matches a header. Its value extends to the end of the line, or of the quotes around the header."""
 _SCHEME = re.compile(r"(?i)\b((?:bearer|basic)[ \t]{1,4})(?=[A-Za-z._~+/=-]{0,128}\d)[\w.~+/=-]{10,}+")
 _USER_IN_URL = re.compile(
     r"(?<=://)(?:[^\s/\"'<>@]*+@(?:[^\s/\"'<>@]*+@)*+|[^\s/\"'<>@:]*+:(?!\d+/)[^\s\"'<>@]{1,256}@)"
 )
-"""The second form has a slash in the password, for which libraries refuse and quote the address."""
+"""Matches the user in a URL. The second form has a slash in the password.
+
+Libraries refuse such a URL and quote it."""
 _KEY_BEGINS = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_ENDS = re.compile(r"-----END [A-Z0-9 ]{0,40}-----")
 _CUT_OFF_KEY = re.compile(r"[^\n]*(?:\n[ \t]*[A-Za-z0-9+/]+={0,2}[ \t\r]*(?=\n|\Z))*")
 _EDGE = r"(?:(?<![\w-])|(?<=\\[nrt]))"
-"""The beginning of a word; in quoted JSON a line's end is two characters of which one is a letter."""
+"""The beginning of a word; in quoted JSON a line break is two characters, one of them a letter."""
 _TOKEN = re.compile(
     # GitHub, GitLab, Hugging Face, npm, PyPI, Docker, Vault, NVIDIA, Weights & Biases, Slack, Google,
     # OpenAI and Anthropic; AWS; JSON web tokens
@@ -93,9 +95,9 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*+[ -/]*+[@-~]?)?")
 
 
 def redacted(text: str, known: Iterable[str] = ()) -> str:
-    """Returns `text` with REDACTED in place of credentials; lines over `LONGEST_LINE` are cut, colours go.
+    """Returns `text` with credentials replaced by REDACTED, long lines cut at `LONGEST_LINE`, no colours.
 
-    `known`: credentials that are taken out wherever they stand.
+    `known`: credentials that are removed wherever they occur.
     """
     for value in sorted(known, key=len, reverse=True):
         if len(value) >= _SHORTEST_KNOWN:
@@ -110,12 +112,11 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
 
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys, or that reorder what is read; not the tab and the end of a line."""
+"""Characters that control a terminal or reorder text, except the tab and the line feed."""
 
 
 def escape_controls(text: str, *, breaks: bool = False) -> str:
-    """Returns `text` with escapes such as \\x1b in place of characters that a terminal obeys, and with
-    `breaks` in place of line ends too."""
+    """Returns `text` with control characters, and with `breaks` line feeds too, escaped as in \\x1b."""
     text = CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return text.replace("\n", "\\n") if breaks else text
 
@@ -126,8 +127,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def known_secrets(env: Mapping[str, str], *files: Path) -> frozenset[str]:
-    """Returns the contents of files that hold one credential each, and the values of variables that are named
-    like credentials. A file that cannot be read is left out."""
+    """Returns the values of variables with credential names, and the contents of `files`.
+
+    Each file holds one credential. A file that cannot be read is skipped."""
     found = {env[name].strip() for name in env if is_secret_name(name) and not env[name].startswith("/")}
     for path in files:
         with contextlib.suppress(OSError, ValueError):
@@ -136,8 +138,7 @@ def known_secrets(env: Mapping[str, str], *files: Path) -> frozenset[str]:
 
 
 def log_redacted(level: int | str = logging.INFO, known: Iterable[str] = ()) -> None:
-    """Makes the root logger write to stderr without credentials, and with it whatever ends a thread or the
-    process unexpectedly.
+    """Makes the root logger write to stderr without credentials, and logs unhandled exceptions there.
 
     `known`: credentials that this process holds.
     """
@@ -155,9 +156,9 @@ class _Redacting(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         whole = super().format(record)
-        said = self.formatMessage(record)  # then follows a traceback, if there is one
+        said = self.formatMessage(record)  # a traceback may follow
         message = escape_controls(redacted(said, self._known), breaks=True)
-        # Indented: else a line of an exception's own text could look like one of the log.
+        # Indented: otherwise a line of an exception's text could look as if it were a log line.
         lines = escape_controls(redacted(whole[len(said) :], self._known)).split("\n")
         return "\n    ".join([message, *lines[1:]])
 
@@ -207,6 +208,6 @@ def _cut(line: str) -> str:
     """Returns the beginning of a long line."""
     if len(line) <= LONGEST_LINE:
         return line
-    # A credential that is cut in two would not be found, so the last word goes as a whole.
+    # A credential that is cut in two would not be found, so the last word is removed entirely.
     kept = 1 + max(line.rfind(mark, 0, LONGEST_LINE - 40) for mark in " \t,;\"'")
     return f"{line[:kept]}... {len(line) - kept} more characters"

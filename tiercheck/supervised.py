@@ -1,6 +1,6 @@
-"""Runs threads that never die alone: an unforeseen error is told, and the loop begins again.
+"""Runs threads that survive unexpected errors: the error is reported, and the loop starts again.
 
-All threads of the sidecar and of the library are begun here.
+All threads of the sidecar and of the library are started here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from traceback import extract_tb
 
 FIRST, LONGEST = 0.5, 60.0
-"""Seconds until a loop begins again; longer after each death."""
+"""Seconds until a failed loop starts again: the first delay, doubled at each failure, and the maximum."""
 REMEMBERED = 600.0
-"""Seconds after which a death is forgotten."""
+"""Seconds after which a failure is no longer counted."""
 
 Died = Callable[[BaseException, int], None]
-"""Called with what ended the loop, and how often it died in the last `REMEMBERED` seconds."""
+"""Receives the error that ended the loop, and the number of failures in the last `REMEMBERED` seconds."""
 
 
 def begin(name: str, body: Callable[[], None]) -> threading.Thread:
-    """A daemon thread that runs `body`. Raises RuntimeError if the system gives no thread."""
+    """Starts a daemon thread that runs `body`. Raises RuntimeError if the system cannot start a thread."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
     return thread
@@ -35,13 +35,14 @@ def supervise(
     pause: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run `body` until it returns, again and again after what it raises. `pause` waits so many seconds, and
-    says whether to go on."""
+    """Runs `body` until it returns, and again after each exception.
+
+    `pause` waits the given seconds, and returns whether to continue."""
     deaths: deque[float] = deque()
     while True:
         try:
             return body()
-        except BaseException as error:  # invariant: whatever it is, this loop's work is still to be done
+        except BaseException as error:  # invariant: the loop's work is still to be done after any error
             deaths.append(clock())
             while deaths[0] < deaths[-1] - REMEMBERED:
                 deaths.popleft()
@@ -52,7 +53,7 @@ def supervise(
 
 
 def describe(error: BaseException) -> str:
-    """What kind of error, and where; not its own words, which may hold secrets."""
+    """Returns the type and place of an error, without its message, which may contain secrets."""
     frames = extract_tb(error.__traceback__)
     place = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"

@@ -1,1 +1,1 @@
-"""`tiercheck`, the command for people: demonstrate, plan, explain, report."""
+"""Implements `tiercheck`, the command for users: demonstrate, plan, explain, report."""

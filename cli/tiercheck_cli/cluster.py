@@ -1,7 +1,7 @@
-"""Finds the API server as kubectl does, and reads a job and what belongs to it.
+"""Finds the API server as kubectl does, and reads a job and its objects.
 
-It does so as the user of the kubeconfig. Nothing is ever written. Kubeconfigs, and the programs that they
-name for credentials, are the business of the kubernetes package; its model classes are not used.
+It acts as the user of the kubeconfig, and never writes. The kubernetes package handles kubeconfigs and the
+programs that they name for credentials; its model classes are not used.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tiercheck_operator.model.saved_placement import SavedPlacement, placement_n
 
 
 class UserAccess:
-    """What a kubeconfig says: proxies, authorities, and a token that is fetched anew when it ends."""
+    """The access in a kubeconfig: proxies, authorities, and a token that is fetched again when it expires."""
 
     def __init__(self, configuration: kubernetes.client.Configuration) -> None:
-        # One try of each call: whoever waits wants to know, and nothing is to be written twice.
+        # One try of each call: the user shall see a failure at once, and nothing may be written twice.
         configuration.retries = False
         self._configuration = configuration
         self._pool: urllib3.PoolManager = RESTClientObject(configuration).pool_manager
@@ -54,7 +54,7 @@ class UserAccess:
 
 
 def open_local(kubeconfig: Path) -> ApiServer:
-    """The server of the laptop cluster that this file names: many calls at once, no proxy between."""
+    """Opens the server of a laptop cluster by its kubeconfig: many calls at once, no proxy between."""
     configuration, _ = configured(str(kubeconfig), None)
     configuration.proxy = None
     configuration.connection_pool_maxsize = 16
@@ -62,14 +62,14 @@ def open_local(kubeconfig: Path) -> ApiServer:
 
 
 def configured(kubeconfig: str | None, context: str | None) -> tuple[kubernetes.client.Configuration, str]:
-    """Where the server is and who we are, as kubectl finds it, and the namespace to look into.
+    """Returns the client configuration, as kubectl finds it, and the namespace to read.
 
-    That is the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises
+    It is from the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises
     ConfigException.
     """
     configuration = kubernetes.client.Configuration()
     config: Any = kubernetes.config
-    # The client looks at $KUBECONFIG only once, when it is imported.
+    # The client reads $KUBECONFIG only once, when it is imported.
     path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     try:
         config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
@@ -96,7 +96,7 @@ _ADVICE = {
 
 
 class Forbidden(CannotDo):
-    """The API server understood and said no (403): some views can do without what was asked for."""
+    """The API server refused the request (403); some views work without the answer."""
 
 
 class Cluster:
@@ -108,7 +108,7 @@ class Cluster:
 
     @staticmethod
     def connect(kubeconfig: str | None, context: str | None, namespace: str | None) -> Cluster:
-        """As kubectl finds it: this kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's service account."""
+        """Connects as kubectl does, with the kubeconfig, context and namespace that `configured` finds."""
         try:
             configuration, usual = configured(kubeconfig, context)
         except kubernetes.config.ConfigException as error:
@@ -139,12 +139,12 @@ class Cluster:
         return self._ask(self._server.list, JOBS, None if everywhere else self.namespace)
 
     def pods(self, job: Mapping[str, Any]) -> list[Object]:
-        """Of this job, not of a namesake that was deleted."""
+        """Returns the pods of this job, not of a deleted job of the same name."""
         selector = f"{names.LABEL_JOB_UID}={job['metadata']['uid']}"
         return self._ask(self._server.list, PODS, self.namespace, selector)
 
     def placement(self, job: Mapping[str, Any]) -> SavedPlacement | None:
-        """None before the first attempt."""
+        """Returns the saved placement; None before the first attempt."""
         found = self.placement_object(job)
         try:
             return None if found is None else read_placement_data(found.get("data") or {})
@@ -161,11 +161,11 @@ class Cluster:
         return found if any(owner.get("uid") == metadata["uid"] for owner in owners) else None
 
     def nodes(self) -> list[Object]:
-        """Raises Forbidden where the user may not read nodes, which are not of any namespace."""
+        """Returns all nodes. Raises Forbidden if the user may not read nodes, which are in no namespace."""
         return self._ask(self._server.list, NODES)
 
     def events(self, job: Mapping[str, Any]) -> list[Object]:
-        """Of the job itself, oldest first."""
+        """Returns the Events about the job itself, in the API server's order."""
         metadata = job["metadata"]
         selector = f"involvedObject.kind={names.KIND},involvedObject.name={metadata['name']}"
         found = self._ask(self._server.list, EVENTS, self.namespace, "", selector)
@@ -178,15 +178,15 @@ class Cluster:
         return self._text(f"{PODS.path(namespace, pod, 'log')}?{urlencode(query)}")
 
     def pod_page(self, pod: str, port: int, path: str) -> str:
-        """What a pod serves over plain HTTP, by way of the API server."""
+        """Returns a page that a pod serves over plain HTTP, by way of the API server."""
         return self._text(f"{PODS.path(self.namespace, f'{pod}:{port}', 'proxy')}/{path}")
 
     def pods_labelled(self, selector: str) -> list[Object]:
-        """In any namespace."""
+        """Returns the pods of all namespaces that match the selector."""
         return self._ask(self._server.list, PODS, None, selector)
 
     def uid(self) -> str:
-        """What others know this cluster by; empty where the user may not read the namespace kube-system."""
+        """Returns the UID of namespace kube-system, which identifies the cluster; empty if unreadable."""
         try:
             found = self._ask(self._server.find, NAMESPACES, None, "kube-system") or {}
         except Forbidden:

@@ -1,4 +1,4 @@
-"""The subcommands of `tiercheck`, what happens when one cannot do what was asked, and completion."""
+"""Defines the subcommands of `tiercheck`, how their failures are shown, and completion."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tiercheck_cli.terminal import remark, say
 
 
 class _Commands(TyperGroup):
-    """A failure that was foreseen is a sentence and an exit status, never a traceback."""
+    """Shows an expected failure as a sentence and an exit status, never as a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         log_redacted("WARNING")
@@ -107,11 +107,11 @@ def demo(
 
 
 _NO_FILES = ":4"
-"""The directive that ends the answer, as in cobra: offer no files beside these words."""
+"""The directive that ends the answer, as in cobra: it asks the shell to offer no files as well."""
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """What the last of `words` may become."""
+    """Returns the completions of the last of `words`."""
     *before, begun = words or [""]
     command: Any = get_command(app)
     given = list(before)
@@ -129,7 +129,7 @@ def complete(words: Sequence[str]) -> list[str]:
 
 
 def _jobs(command: Any, given: list[str]) -> list[str]:
-    """Names of the jobs that a command with these words would look at; none where they cannot be read."""
+    """Returns the names of jobs that a command with these words could read; none if they cannot be listed."""
     try:
         options = command.make_context("", given, resilient_parsing=True).params
         cluster = Cluster.connect(options["kubeconfig"], options["context"], options["namespace"])
@@ -139,7 +139,7 @@ def _jobs(command: Any, given: list[str]) -> list[str]:
 
 
 def print_completions() -> int:
-    """Returns the exit status."""
+    """Prints the completions of the command line and returns the exit status."""
     for word in (*complete(sys.argv[1:]), _NO_FILES):
         say(word)
     return 0

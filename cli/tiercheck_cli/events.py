@@ -1,4 +1,4 @@
-"""`events`: what happened to a job, and its recoveries, in order of time."""
+"""Implements `events`: the Events and recoveries of a job, in order of time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tiercheck_operator.model.spelling import As, At, read_as
 from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
-"""What the comparison of the steps trained again found, for people."""
+"""Labels for the result of comparing the steps that were trained again."""
 TIERS = ("local", "peer", "remote")
-"""Nearest first."""
+"""The tiers, nearest first."""
 
 
 def _read_tiers(raw: Mapping[str, Any]) -> dict[str, int]:
@@ -45,53 +45,53 @@ def _read_tiers(raw: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PastRecovery:
-    """One that has ended. Seconds are durations; `ended` is unix seconds."""
+    """A recovery that has ended. Seconds are durations; `ended` is unix seconds."""
 
     attempt: int = 0
     cause: str = "Unknown"
     message: str = ""
     reason: str = ""
     step: int = 0
-    """0: from scratch."""
+    """The step that training resumed from; 0: from scratch."""
     lost_steps: int = 0
     tiers: Annotated[Mapping[str, int], As(_read_tiers)] = field(default_factory=lambda: _read_tiers({}))
-    """Ranks by where their state came from."""
+    """The number of ranks by the tier that their state came from."""
     deltas: int = 0
     rebuilt: int = 0
     in_process: Annotated[int, At("inProcess")] = 0
-    """Ranks whose processes stayed."""
+    """The number of ranks with processes that stayed."""
     restarted: int = 0
     restarted_message: Annotated[str, At("restartedMessage")] = ""
-    """Why processes that were not lost are among those."""
+    """The reason why processes that were not lost are among those."""
     detect: Annotated[float, At("detectSeconds")] = 0.0
     restore: Annotated[float, At("restoreSeconds")] = 0.0
     total: Annotated[float, At("totalSeconds")] = 0.0
     ended: Annotated[float | None, At("time"), As(parse_time)] = None
     exact: str = ""
-    """Whether the steps trained again gave the same bits, as the status has it; empty: not known."""
+    """The status's verdict on whether steps trained again gave the same bits; empty: not known."""
     exact_message: str = ""
 
     @property
     def start(self) -> float:
-        """From the state's being there to the first new step."""
+        """Returns the seconds from the restored state to the first new step."""
         return max(0.0, self.total - self.detect - self.restore)
 
     @property
     def farthest(self) -> Tier | None:
-        """The tier that the worst-off rank needed; None: training began from scratch."""
+        """Returns the farthest tier that any rank needed; None: training began from scratch."""
         return next(
             (tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if self.tiers.get(tier.value)), None
         )
 
     @property
     def sources(self) -> str:
-        """ "6 local, 2 peer"; "from scratch"."""
+        """Returns the ranks by tier, as "6 local, 2 peer", or "from scratch"."""
         named = [f"{self.tiers[tier]} {tier}" for tier in TIERS if self.tiers.get(tier)]
         return ", ".join(named) or "from scratch"
 
 
 def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
-    """Newest first; as many as the status keeps."""
+    """Returns the recoveries that the status keeps, newest first."""
     status = job.get("status") or {}
     told = [entry for entry in status.get("recoveries") or [] if entry]
     last = status.get("lastRecovery")
@@ -102,18 +102,18 @@ def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
 
 @dataclass(frozen=True)
 class Happening:
-    """One line. `at` is unix seconds."""
+    """One line of the list. `at` is unix seconds."""
 
     at: float
     kind: str
-    """Normal, Warning, or Recovery."""
+    """The kind: Normal, Warning or Recovery."""
     reason: str
     message: str
     count: int = 1
 
 
 def story(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[Happening, ...]:
-    """Oldest first. Where an Event of a recovery's end is still there, the recovery is not told twice."""
+    """Merges Events and recoveries, oldest first; a recovery with an Event of its end is listed once."""
     told = [_of_event(event) for event in events]
     ends = {
         entry.message.split(" ", 3)[1]
@@ -203,7 +203,7 @@ def events(
 
 
 def events_table(told: Sequence[Happening], now: float | None = None, heading: bool = True) -> Table:
-    """Oldest first, each with its age if `now` is given."""
+    """Returns a table in the given order, with ages if `now` is given."""
     table = columns(
         Column("TIME", no_wrap=True, min_width=19),
         Column("WHAT", no_wrap=True, min_width=16),
@@ -220,7 +220,7 @@ def events_table(told: Sequence[Happening], now: float | None = None, heading: b
 
 
 def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
-    """Its phases as a bar; `longest` seconds take all the columns."""
+    """Returns the phases of a recovery as a bar; `longest` seconds take all the columns."""
     bar = Text()
     total = 0.0
     drawn = 0

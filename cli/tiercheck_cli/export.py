@@ -1,4 +1,4 @@
-"""`export`: what a bug report needs, in one redacted file; or a version of the training state."""
+"""Implements `export`: a redacted file for a bug report, or a version of the training state."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _FIELDS_OF_VALUES = {"env"}
 _OPTION = re.compile(r"^--?[A-Za-z0-9_.-]+$")
 
 
-# It is better to lose a harmless value than to give a secret away, so values of environment variables go
-# whatever they are called.
+# It is better to lose a harmless value than to reveal a secret, so the values of all environment variables
+# are removed, whatever their names.
 def clean(content: Any) -> Any:
-    """An object of the API, or a part of one: a new one, without what may be secret and without noise."""
+    """Returns a copy of an API object, or of a part of one, without possible secrets and without noise."""
     if isinstance(content, Mapping):
         return {str(key): _value(str(key), value) for key, value in content.items() if key not in _NOISE}
     if isinstance(content, list):
@@ -71,14 +71,14 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _variable(entry: Any) -> Any:
-    """The name says enough."""
+    """Removes the value of an environment variable; its name is enough."""
     if not isinstance(entry, Mapping):
         return GONE
     return {str(key): GONE if key == "value" else clean(value) for key, value in entry.items()}
 
 
 def _words(command: list[str]) -> list[str]:
-    """Of a command: what follows --token goes too."""
+    """Redacts the words of a command, and those after options such as --token."""
     found: list[str] = []
     for word in command:
         before = found[-1] if found else ""
@@ -94,23 +94,23 @@ _WIDTH = 120
 _OPERATOR = "app.kubernetes.io/name=tiercheck"
 _LINES = 5000
 _LOGS = 32
-"""Pods whose logs are fetched: a thousand would take minutes, and nobody would read them."""
+"""The most pods to fetch logs of: a thousand would take minutes and be too many to read."""
 
 
 @dataclass
 class CollectedFiles:
-    """`files`: content by path. `missing`: why, by what."""
+    """Holds `files`, contents by path, and `missing`, reasons by path."""
 
     files: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, what: Callable[[], str]) -> None:
-        """As text that may be shown. What cannot be had is noted: a report with a gap is better than none."""
+        """Adds redacted text, or notes why there is none: a report with a gap is better than none."""
         with self.noting(path):
             self.files[path] = redacted(what())
 
     def add_object(self, path: str, what: Callable[[], Any]) -> None:
-        """As `add`, of an object of the API, or a part of one."""
+        """Adds an object of the API, or a part of one, as `add` does."""
         with self.noting(path):
             self.files[path] = _yaml(clean(what()))
 
@@ -123,8 +123,9 @@ class CollectedFiles:
 
 
 def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> CollectedFiles:
-    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes
-    and the operator's log: those are left out for whoever may not."""
+    """Collects the files about one job; what the user may not read is left out.
+
+    A viewer of the namespace may read everything but nodes and the operator's log."""
     found = CollectedFiles()
     name = job["metadata"]["name"]
     pods: list[dict[str, Any]] = []
@@ -162,7 +163,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
 
 
 def _metrics_port(pod: Mapping[str, Any]) -> int:
-    """Pods in their node's network have ports of their own."""
+    """Returns the port of the metrics; pods in their node's network have ports of their own."""
     containers = (pod.get("spec") or {}).get("initContainers") or []
     ports = [port for entry in containers for port in entry.get("ports") or []]
     return next(
@@ -182,7 +183,7 @@ def _nodes_of(cluster: Cluster, pods: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells where it stands and how it is; not its addresses and images."""
+    """Returns the node's place and condition, without its addresses and images."""
     metadata, spec, status = node["metadata"], node.get("spec") or {}, node.get("status") or {}
     return {
         "name": metadata["name"],
@@ -206,7 +207,7 @@ def _operator_logs(cluster: Cluster, found: CollectedFiles) -> None:
 
 
 def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `_LOGS` of them."""
+    """Returns the `_LOGS` most useful pods: those that do not run, that were restarted, then the first."""
 
     def order(pod: Mapping[str, Any]) -> tuple[bool, bool, int]:
         status, labels = pod.get("status") or {}, pod["metadata"].get("labels") or {}
@@ -240,7 +241,7 @@ def _readme(found: CollectedFiles, job: str, now: float) -> str:
 
 
 def gaps(missing: Mapping[str, str]) -> list[str]:
-    """One line for each reason, with what is missing for it."""
+    """Returns one line for each reason, with what is missing because of it."""
     by_reason: dict[str, list[str]] = {}
     for what, reason in sorted(missing.items()):
         by_reason.setdefault(reason, []).append(what)
@@ -265,7 +266,7 @@ _ARCHIVES = (".tar.gz", ".tgz")
 
 
 class What(str, Enum):
-    """What is exported."""
+    """The kinds of content to export."""
 
     DIAGNOSTICS = "diagnostics"
     CHECKPOINT = "checkpoint"
@@ -325,8 +326,7 @@ def export(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Everything for a bug report in one file, secrets taken out; or with --format a version of the training
-    state."""
+    """Export a bug report in one file, secrets taken out; with --format, a version of the training state."""
     if what is None:
         what = What.CHECKPOINT if form or folder or remote else What.DIAGNOSTICS
     if what is What.CHECKPOINT:

@@ -1,4 +1,4 @@
-"""Says in one sentence why a command cannot do what was asked, and what to do.
+"""Defines the error that ends a command: a sentence with the reason and what to do.
 
 It has an exit status for scripts.
 """
@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 
 INSTALL = "in a clone of TierCheck's repository run: pip install '.[{}]'"
-"""Nothing is on a package index yet; the name is free there, for anybody."""
+"""The way to install: nothing is on a package index yet, where the name is free for any publisher."""
 FAILED = 1
-"""It cannot be done."""
+"""The exit status of failures that have none of their own."""
 USAGE = 2
-"""The command line or a file given on it is wrong."""
+"""The exit status if the command line or a file given on it is wrong."""
 NOT_FOUND = 3
-"""There is no such job."""
+"""The exit status if there is no such job, object or version."""
 NO_ACCESS = 4
-"""The API server does not answer, or refuses."""
+"""The exit status if the API server does not answer, or refuses."""
 
 
 class CannotDo(Exception):
-    """Shown without a traceback; `status` is the exit status."""
+    """An error that is shown without a traceback; `status` is the exit status."""
 
     def __init__(self, sentence: str, status: int = FAILED) -> None:
         super().__init__(sentence)
@@ -29,5 +29,5 @@ class CannotDo(Exception):
 
 
 def program() -> str:
-    """The command as it was called: `tiercheck`, or `kubectl tiercheck`."""
+    """Returns the command as it was called: `tiercheck`, or `kubectl tiercheck`."""
     return "kubectl tiercheck" if Path(sys.argv[0]).name.startswith("kubectl-") else "tiercheck"

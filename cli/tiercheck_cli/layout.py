@@ -1,4 +1,4 @@
-"""Who runs where and who keeps whose copies: of a job in a cluster, or of files alone."""
+"""Derives where workers run and which copies they hold, for a job in a cluster or from files alone."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _MOST = 100_000
 
 @dataclass(frozen=True)
 class Nodes:
-    """A cluster on paper."""
+    """The nodes of a cluster that is described by a file or a shape."""
 
     nodes: tuple[ClusterNode, ...]
     allocatable: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By node, where the file tells."""
+    """Allocatable resources by node, if the file has them."""
 
     def for_pods(self, spec: Mapping[str, Any]) -> tuple[tuple[ClusterNode, ...], int | None]:
-        """(the nodes, those that the job's pods cannot use marked with why, and how many pods fit on each).
-        By nodeSelector and by the accelerators that the containers ask for; None where nothing tells. Raises
-        CannotDo."""
+        """Returns (the nodes, with a reason on those that the pods cannot use; the pods that fit on each).
+
+        Decides by nodeSelector and the containers' accelerators; None: not known. Raises CannotDo."""
         pod = (spec.get("template") or {}).get("spec") or {}
         selector = {str(key): str(value) for key, value in (pod.get("nodeSelector") or {}).items()}
         asked = _accelerators(pod)
@@ -74,7 +74,7 @@ class Nodes:
 
 
 def read_job(path: str) -> dict[str, Any]:
-    """The first TierCheckJob of a YAML or JSON file; "-" is standard input. Raises CannotDo."""
+    """Reads the first TierCheckJob of a YAML or JSON file; "-" is standard input. Raises CannotDo."""
     for document in documents(path):
         items = document.get("items")
         for entry in items if isinstance(items, list) else [document]:
@@ -86,8 +86,7 @@ def read_job(path: str) -> dict[str, Any]:
 
 
 def read_nodes(path: str) -> Nodes:
-    """Of `kubectl get nodes -o json` (or yaml), or of a cluster as in examples/clusters; "-" is standard
-    input. Raises CannotDo."""
+    """Reads `kubectl get nodes -o json` (or yaml) or examples/clusters; "-" is stdin. Raises CannotDo."""
     for document in documents(path):
         if "items" in document or "nodes" in document:
             try:
@@ -103,7 +102,7 @@ def read_nodes(path: str) -> Nodes:
 
 
 def made_up_nodes(shape: str) -> Nodes:
-    """Of a shape such as 2x25x40: zones, racks and nodes in each; without zones 25x40. Raises CannotDo."""
+    """Invents nodes: 2x25x40 zones, racks and nodes in each, or 25x40 without zones. Raises CannotDo."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
         raise CannotDo(
@@ -127,7 +126,7 @@ def made_up_nodes(shape: str) -> Nodes:
 
 
 def left_out(nodes: Sequence[ClusterNode]) -> str:
-    """How many nodes are not used, and why; empty: all are."""
+    """Returns how many nodes are not used, and why; empty: all are used."""
     reasons: dict[str, int] = {}
     for node in nodes:
         if node.unusable:
@@ -137,7 +136,7 @@ def left_out(nodes: Sequence[ClusterNode]) -> str:
 
 
 def _accelerators(pod: Mapping[str, Any]) -> dict[str, int]:
-    """Extended resources of all containers together, such as nvidia.com/gpu: 8."""
+    """Sums the extended resources of all containers, such as nvidia.com/gpu: 8."""
     asked: dict[str, int] = {}
     for container in pod.get("containers") or []:
         resources = container.get("resources") or {}
@@ -184,7 +183,7 @@ def _yaml(path: str, text: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Everything that is drawn and asked about."""
+    """The workers, topology and placement of a job, for pictures and questions."""
 
     name: str
     spec: JobSpec
@@ -194,16 +193,16 @@ class JobLayout:
     attempt: int | None
     """The attempt that it belongs to; None: it is only a plan."""
     remarks: tuple[str, ...] = ()
-    """What a person must know to read it right, as sentences."""
+    """Remarks that a user needs to read it correctly, as sentences."""
 
     @property
     def spread(self) -> str:
-        """The level that copies are to be spread over."""
+        """Returns the level that copies are to be spread over."""
         return spread_level(self.topology.levels, self.spec.spread_level).name
 
     @property
     def level(self) -> str:
-        """The level that copies are spread over, or the widest below it that the labels tell."""
+        """Returns the level that copies are spread over, or the widest below it with known domains."""
         names = self.topology.level_names
         for level in names[names.index(self.spread) :]:
             if workers_by_domain(self.sites, self.topology, level):
@@ -214,7 +213,7 @@ class JobLayout:
 def workers_by_domain(
     sites: Iterable[WorkerSite], topology: Topology, level: str
 ) -> dict[str, tuple[int, ...]]:
-    """By domain of that level, in order: the workers in it. Whose domain is unknown is in none."""
+    """Returns the workers of each domain of that level, in order; those of unknown domains are left out."""
     found: dict[str, list[int]] = {}
     for site in sites:
         domain = topology.domain(site.node, level)
@@ -224,8 +223,9 @@ def workers_by_domain(
 
 
 def planned_spec(raw: Mapping[str, Any], saved: SavedPlacement | None = None) -> JobSpec:
-    """With the levels of its topology, and the one that copies are spread over. Levels of a Kueue Topology
-    are those that the operator wrote down. Raises CannotDo."""
+    """Reads a spec, with the levels of its topology and the spread level filled in. Raises CannotDo.
+
+    Levels of a Kueue Topology are those that the operator saved."""
     try:
         spec = read_spec(raw)
         if spec.workers < 1:
@@ -246,19 +246,19 @@ def planned_spec(raw: Mapping[str, Any], saved: SavedPlacement | None = None) ->
 
 
 def levels_in(spec: JobSpec) -> tuple[Level, ...]:
-    """Widest first. Raises ValueError."""
+    """Returns the levels of the spec, widest first. Raises ValueError."""
     return levels_from_spec(spec.topology_preset, spec.topology_levels)
 
 
 def policy_of(spec: JobSpec) -> PlacementPolicy | ParityPolicy:
-    """As the controller asks the planner."""
+    """Returns the policy with which the controller calls the planner."""
     if spec.parity is not None:
         return ParityPolicy(*spec.parity, spec.spread_level, spec.spread_required)
     return PlacementPolicy(spec.copies, spec.spread_level, spec.spread_required)
 
 
 def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
-    """As the operator has placed it. Raises CannotDo."""
+    """Returns the layout as the operator has placed the job. Raises CannotDo."""
     saved = cluster.placement(job)
     name = job["metadata"]["name"]
     if saved is None:
@@ -282,7 +282,7 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
 def _worth(
     sites: tuple[WorkerSite, ...], topology: Topology, saved: SavedPlacement, level: str | None
 ) -> Placement:
-    """Of what is there, whatever the spec asks for, as the nodes are labelled now. Raises ValueError."""
+    """Describes the saved placement with current node labels, whatever the spec is. Raises ValueError."""
     if saved.groups:
         data = max(len(group.members) for group in saved.groups)
         coded = ParityPolicy(data, max(len(group.holders) for group in saved.groups), level, required=False)
@@ -293,7 +293,7 @@ def _worth(
 
 
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
-    """(labels by node, what is wrong with them): by the operator's notes if the user may not read nodes."""
+    """Returns (labels by node, a problem with them); as the operator saved them if nodes are forbidden."""
     try:
         nodes = cluster.nodes()
     except Forbidden:
@@ -317,7 +317,7 @@ def _labels(
 
 
 def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
-    """Where the job's workers would about be, and as the operator would place it. Raises CannotDo."""
+    """Returns an approximate layout of a job as the operator would place it. Raises CannotDo."""
     spec = planned_spec(job["spec"])
     marked, fit = nodes.for_pods(job["spec"])
     aside = left_out(marked)
@@ -342,7 +342,7 @@ def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = Non
 def compute_placement(
     sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy
 ) -> Placement:
-    """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
+    """Places copies as the operator would. Raises CannotDo, also if a required spread is impossible."""
     try:
         outcome = (
             place_parity(sites, topology, policy)

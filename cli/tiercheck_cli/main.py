@@ -1,7 +1,7 @@
-"""`tiercheck` and `kubectl tiercheck`: one command for people.
+"""Starts the command for users, as `tiercheck` or `kubectl tiercheck`.
 
 `tiercheck launch` also runs in training images, where nothing but the standard library and torch is
-installed, so it is handed over before anything else is imported.
+installed, so it is dispatched before anything else is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tiercheck_cli.failure import INSTALL, program
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the command and returns the exit status."""
     if sys.argv[1:2] == ["launch"]:
         from tiercheck.launcher.app import main as launch
 
@@ -26,7 +26,7 @@ def main() -> int:
     try:
         app(prog_name=program())
     except BrokenPipeError:
-        # Whoever read has read enough (| head). What is still in the buffer must not be written at exit.
+        # The reader has closed the pipe (| head). What is still in the buffer must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0

@@ -1,7 +1,7 @@
 """Writes answers to a terminal, a pipe, or a program that reads JSON or YAML.
 
-Names, Events and what a training script said are written by others. So all text passes here, where control
-characters become visible ones: none of them moves a cursor, sets a title or fills a clipboard.
+Names, Events and messages of training scripts are untrusted, so all text passes through here, where control
+characters are made visible: none of them moves a cursor, sets a title or fills a clipboard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLUSTER = "Cluster"
 
 
 class Output(str, Enum):
-    """How an answer is written."""
+    """The form in which an answer is written."""
 
     TABLE = "table"
     JSON = "json"
@@ -49,23 +49,23 @@ Kubeconfig = Annotated[
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="How to write the answer.")]
 
 
-# Okabe and Ito's colours, which colour-blind people can tell apart: one for each meaning, in pictures too.
+# Okabe and Ito's colours, which colour-blind users can distinguish: one for each meaning, in pictures too.
 TIER_COLOURS = {"local": "#009E73", "peer": "#0072B2", "remote": "#CC79A7"}
 PHASES = (
     ("detect", "noticed", "#999999"),
     ("restore", "state restored", "#E69F00"),
     ("start", "first new step", "#56B4E9"),
 )
-"""The parts of a recovery, in order of time: name, words for people, colour."""
+"""The parts of a recovery, in order of time: name, label, colour."""
 
 _PIPE_WIDTH = 120
-"""Columns where there is no terminal, unless $COLUMNS says."""
+"""The number of columns if there is no terminal, unless $COLUMNS is set."""
 _API = "cli.tiercheck.io/v1alpha1"
-"""Of what programs read: it changes when a name or its meaning does."""
+"""The version of the output for programs: it changes when a name or its meaning does."""
 
 
 class Text(rich_text.Text):
-    """Rich's text, in which nothing controls the terminal."""
+    """Rich's text, with control characters escaped."""
 
     def __init__(self, text: str = "", *arguments: Any, **more: Any) -> None:
         super().__init__(escape_controls(text), *arguments, **more)
@@ -81,7 +81,7 @@ class _Console(Console):
 
 
 class _Pipe(_Console):
-    """Writes no blanks at the ends of lines, where somebody compares or quotes them."""
+    """Strips blanks at the ends of lines, so that piped output can be compared and quoted."""
 
     def print(self, *shown: Any, **how: Any) -> None:
         with self.capture() as captured:
@@ -90,7 +90,7 @@ class _Pipe(_Console):
 
 
 def console() -> Console:
-    """On standard output. Colours on a terminal only, never with NO_COLOR; what cannot be encoded is "?"."""
+    """Returns a console on stdout: colours on a terminal only, without NO_COLOR; "?" for unencodable text."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     made = _Console(highlight=False, soft_wrap=False)
@@ -100,27 +100,27 @@ def console() -> Console:
 
 
 def columns(*headings: str | Column, **how: Any) -> Table:
-    """A table without lines."""
+    """Returns a table without lines."""
     return Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", **how)
 
 
 def right(heading: str) -> Column:
-    """Of numbers."""
+    """Returns a right-aligned column, for numbers."""
     return Column(heading, justify="right")
 
 
 def folded(heading: str) -> Column:
-    """Of names that may be long."""
+    """Returns a column for names that may be long."""
     return Column(heading, overflow="fold")
 
 
 def facts(gap: int = 2) -> Table:
-    """A grid of names and what there is to say about each."""
+    """Returns a grid with a column of names and one of values."""
     return Table.grid(Column(style="dim", no_wrap=True), Column(ratio=1), padding=(0, gap, 0, 0))
 
 
 def progress_bar() -> Progress:
-    """On standard error, and only for people."""
+    """Returns a progress bar on standard error, which is shown only on a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
         TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
@@ -128,24 +128,24 @@ def progress_bar() -> Progress:
 
 
 def to_plain_text(shown: RenderableType, width: int) -> str:
-    """As text without colours, for a file."""
+    """Renders `shown` as text without colours, for a file."""
     sink = io.StringIO()
     _Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)
     return "".join(line.rstrip() + "\n" for line in sink.getvalue().splitlines())
 
 
 def say(sentence: object) -> None:
-    """The answer, as one line."""
+    """Prints the answer as one line."""
     print(escape_controls(str(sentence)), flush=True)
 
 
 def remark(sentence: str) -> None:
-    """For people, beside the answer."""
+    """Prints a remark for the user on standard error, beside the answer."""
     print(escape_controls(sentence), file=sys.stderr)
 
 
 def write(answer: Mapping[str, Any], output: Output) -> None:
-    """As JSON or YAML on standard output, with the version of its form."""
+    """Writes JSON or YAML on standard output, with the version of its format."""
     answer = {"apiVersion": _API, **spell(answer)}
     if output is Output.YAML:
         import yaml
@@ -162,7 +162,7 @@ def write(answer: Mapping[str, Any], output: Output) -> None:
 def show(
     output: Output, told: Callable[[], Mapping[str, Any]], screen: Callable[[int], RenderableType]
 ) -> None:
-    """Writes `told` for programs, or `screen` for a terminal of so many columns."""
+    """Writes the answer for programs, or the screen for a terminal of its number of columns."""
     if output is not Output.TABLE:
         write(told(), output)
     else:
@@ -171,8 +171,7 @@ def show(
 
 
 def spell(value: Any) -> Any:
-    """Returns `value` for JSON: fields in camelCase, numbers with as many digits as mean something. Keys that
-    are data, such as names of nodes, stay as they are."""
+    """Returns `value` for JSON: camelCase fields, rounded numbers; keys that are data (node names) stay."""
     if dataclasses.is_dataclass(value):
         return {
             re.sub(r"_(\w)", lambda found: found[1].upper(), field.name): spell(getattr(value, field.name))
@@ -188,12 +187,12 @@ def spell(value: Any) -> Any:
 
 
 def clock(seconds: float) -> str:
-    """2026-11-21 13:05:09, in UTC: clusters and their people are in many places."""
+    """Formats a time as 2026-11-21 13:05:09, in UTC: clusters and their users are in many places."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def short(seconds: float) -> str:
-    """An age or a duration: 40ms, 1.8s, 42s, 3m5s, 2h10m, 3d4h."""
+    """Formats an age or a duration: 40ms, 1.8s, 42s, 3m5s, 2h10m, 3d4h."""
     if seconds <= 0:
         return "0s"
     if seconds < 0.0995:
@@ -209,5 +208,5 @@ def short(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """As `short`, in whole seconds: what the clocks of two machines say is no more exact than that."""
+    """Formats as `short`, but in whole seconds: the clocks of two machines agree no better than that."""
     return short(seconds) if seconds >= 9.95 else f"{max(0, round(seconds))}s"

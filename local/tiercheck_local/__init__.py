@@ -1,4 +1,4 @@
-"""A laptop cluster: a control plane, nodes and pods as plain processes, and the faults that hit them.
+"""Runs a laptop cluster: control plane, nodes and pods as plain processes, and faults that hit them.
 
-A stand-in for development, tests and the demo. Production is any Kubernetes >= 1.33.
+It replaces a cluster in development, tests and the demo. Production is any Kubernetes >= 1.33.
 """

@@ -1,4 +1,4 @@
-"""`python -m tiercheck_local up`: a laptop cluster in the foreground, to be explored with kubectl."""
+"""Runs a laptop cluster to be explored with kubectl (`python -m tiercheck_local up`)."""
 
 from __future__ import annotations
 

@@ -28,21 +28,20 @@ from tiercheck_operator.kubernetes.api_server import (
 OnChange = Callable[[str, Object], Any]
 
 _OUTDATED = {404, 409}
-"""Codes of a call about an object that is gone or was changed meanwhile."""
+"""Status codes of a call on an object that is gone or was changed meanwhile."""
 log = logging.getLogger(__name__)
 
 
 News = tuple[str, Object]
-"""ADDED, MODIFIED or DELETED, and the object; or LISTED, and the complete collection: what is not in it is
-gone."""
+"""ADDED, MODIFIED or DELETED with the object, or LISTED with the collection: all others are gone."""
 
 
 class Client(ApiClient):
-    """One API server. Open with `async with`; every call raises ApiFailure and does as in ApiServer."""
+    """A client of one API server, for `async with`; every call raises ApiFailure and does as in ApiServer."""
 
     @staticmethod
     def of(kubeconfig: Path) -> Client:
-        """The server that this file names."""
+        """Returns a client of the server that this file names."""
         return Client(open_local(kubeconfig))
 
     async def __aenter__(self) -> Client:
@@ -55,8 +54,7 @@ class Client(ApiClient):
     async def patch_as_read(
         self, resource: ApiResource, item: Mapping[str, Any], change: Object, *, subresource: str = ""
     ) -> Object | None:
-        """Merges `change` into the object if it still is as it was read. None: it is gone or was changed
-        meanwhile, which the watch will show."""
+        """Merges `change` into an unchanged object; else returns None: the watch will show what happened."""
         metadata = item["metadata"]
         guard = {**change.get("metadata", {}), "resourceVersion": metadata["resourceVersion"]}
         body = {**change, "metadata": guard}
@@ -72,7 +70,7 @@ class Client(ApiClient):
     async def delete_as_read(
         self, resource: ApiResource, item: Mapping[str, Any], *, grace: int | None = None
     ) -> None:
-        """Asks for the deletion of this object, not of a newer namesake."""
+        """Deletes this object, but not a newer one of the same name."""
         metadata = item["metadata"]
         await self.delete(
             resource, metadata.get("namespace"), metadata["name"], uid=metadata["uid"], grace=grace
@@ -81,13 +79,15 @@ class Client(ApiClient):
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> AsyncIterator[News]:
-        """The collection, then every change, for ever. It is listed anew whenever one may be missed. An
-        API server that is away is waited for."""
+        """Yields the collection, then every change, for ever.
+
+        The collection is listed anew whenever a change may be missed. An API server that is away is waited
+        for."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
         news: asyncio.Queue[News | BaseException] = asyncio.Queue()
 
         def read() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 try:
                     for one in _follow(self.server, resource.path(namespace), selectors(labels, fields)):
                         if stop.is_set():
@@ -124,7 +124,7 @@ def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterat
 
 
 def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[News]:
-    """Changes after `version`; resumes when the server ends a watch, returns when it forgot (410)."""
+    """Yields changes after `version`; resumes when the server ends a watch, returns if it lost them (410)."""
     asked = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS), **selected}
     while True:
         for line in server.lines(f"{path}?{urlencode({**asked, 'resourceVersion': version})}"):
@@ -140,7 +140,7 @@ def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: s
 
 
 class Cache:
-    """A collection kept in memory, true as far as its watch has come: `objects` by UID.
+    """A collection kept in memory and updated by a watch: `objects` by UID.
 
     `on_change(kind, object)` is called after each change, for ADDED, MODIFIED and DELETED; `on_sync()` after
     each complete listing.
@@ -163,7 +163,7 @@ class Cache:
         self._on_change, self._on_sync = on_change, on_sync
 
     async def run(self) -> None:
-        """Never returns. Raises ApiFailure if the collection cannot be watched at all."""
+        """Updates the cache for ever. Raises ApiFailure if the collection cannot be watched at all."""
         async for kind, found in self._client.follow(self.resource, self._namespace, fields=self._fields):
             if kind == "LISTED":
                 self._replace(found["items"])
@@ -191,7 +191,7 @@ class Cache:
 
 
 class WokenController(ABC):
-    """Works whenever it was woken, once all that it looks at is known."""
+    """A controller that works whenever it was woken, once all its caches are complete."""
 
     def __init__(self, client: Client, caches: Iterable[Cache]) -> None:
         self._client, self._needed = client, list(caches)
@@ -201,7 +201,7 @@ class WokenController(ABC):
         self._woken.set()
 
     async def run(self) -> None:
-        """Never ends. What the server refuses is tried again a second later."""
+        """Runs for ever. Work that the server refuses is retried a second later."""
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -214,11 +214,11 @@ class WokenController(ABC):
 
     @abstractmethod
     async def work(self) -> None:
-        """Makes everything as it should be. Raises ApiFailure."""
+        """Brings all objects to their wanted state. Raises ApiFailure."""
 
 
 async def attempt(what: str, work: Awaitable[None]) -> None:
-    """Waits for `work` on one of many objects; a refusal is logged and keeps nobody from the others."""
+    """Waits for `work` on one of many objects; logs a refusal, so that the others are still handled."""
     try:
         await work
     except ApiFailure as failure:

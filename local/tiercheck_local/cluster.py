@@ -1,4 +1,4 @@
-"""The laptop cluster, and all that can be made to go wrong in it, from one process to everything."""
+"""Runs the laptop cluster and injects faults, from one killed process to the loss of every pod."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEADER_ROOM = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Strike:
-    """Of a failpoint."""
+    """One firing of a failpoint."""
 
     pid: int
     at: float
@@ -36,11 +36,11 @@ class Strike:
 
 
 class NothingToHit(LookupError):
-    """The target of the fault is not there; the message names it."""
+    """The target of the fault does not exist; the message names it."""
 
 
 class Faults:
-    """Of one cluster. Each returns when the harm is done; the caller awaits that the cluster notices."""
+    """The faults of one cluster. Each returns once injected; the caller waits for the cluster to react."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
@@ -51,9 +51,10 @@ class Faults:
     def kill_container_process(
         self, pod: str, container: str = "trainer", number: int = signal.SIGKILL
     ) -> int:
-        """Signal one process of the user's command: a leaf of the container's process tree, not its first
-        process (the launcher), unless that is alone, nor the interpreter that waits for the next attempt.
-        Returns its PID. Raises NothingToHit."""
+        """Signals one process of the user's command and returns its PID. Raises NothingToHit.
+
+        It is a leaf of the container's process tree: not the first process (the launcher), unless that is
+        alone, nor the interpreter that waits for the next attempt."""
         found = self.container_processes(pod, container)
         if not found:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
@@ -64,21 +65,22 @@ class Faults:
         return target
 
     def container_processes(self, pod: str, container: str) -> list[int]:
-        """Host PIDs of everything in the container, oldest first."""
+        """Returns the host PIDs of everything in the container, the lowest (as a rule the oldest) first."""
         return sorted(markers.pids(markers.POD, self._place(pod, container)))
 
     def processes_of(self, node: str, pod_uid: str, container: str) -> list[int]:
-        """As `container_processes`, for a pod that the API may know no more, as after a partition."""
+        """Returns the host PIDs for a pod that may be gone from the API, as after a partition."""
         return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
 
     def kill_container(self, pod: str, container: str) -> None:
-        """SIGKILL everything in one container at once. Raises NothingToHit."""
+        """Sends SIGKILL to everything in one container at once. Raises NothingToHit."""
         if not markers.send(markers.POD, self._place(pod, container), signal.SIGKILL):
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
 
     def oom_kill_container(self, pod: str, container: str = "trainer") -> None:
-        """As the kernel does with a container that outgrows its memory limit: everything in it is killed at
-        once, and its end has the reason OOMKilled. Raises NothingToHit."""
+        """Kills a container as the kernel does when it exceeds its memory limit. Raises NothingToHit.
+
+        Everything in it is killed at once, and its status has the reason OOMKilled."""
         mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
         mark.touch()
         try:
@@ -88,19 +90,18 @@ class Faults:
             raise
 
     def hold_starts(self, container: str, held: bool = True) -> None:
-        """While held, containers of that name run without their process: a busy node on which it takes long
-        to listen."""
+        """Makes containers of that name run without their process while held: a busy node, slow to listen."""
         mark = self._cluster.directory / f"{HOLD}{container}"
         mark.touch() if held else mark.unlink(missing_ok=True)
 
     # Pods.
 
     def evict_pod(self, pod: str) -> None:
-        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
+        """Calls the Eviction API once. Raises ApiFailure 429 if a disruption budget forbids the eviction."""
         self._cluster.api.evict("default", pod)
 
     def drain_pod(self, pod: str) -> None:
-        """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
+        """Evicts a pod as `kubectl drain` does, retrying while a budget forbids it. Raises GaveUp."""
 
         def evicted() -> bool:
             try:
@@ -114,14 +115,14 @@ class Faults:
         self._cluster.wait_for(evicted, 120.0, f"pod {pod} to be evicted")
 
     def delete_pods(self, labels: str = "", grace: int | None = 0) -> list[str]:
-        """Delete the selected pods (by default at once, without grace); their names."""
+        """Deletes the selected pods (by default at once, without grace); returns their names."""
         names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels)]
         for name in names:
             self._cluster.api.delete(PODS, "default", name, grace=grace)
         return names
 
     def kill_all_pods(self) -> None:
-        """All processes of all pods die at once, with their memory; the nodes live and report Failed pods."""
+        """Kills all processes of all pods, with their memory; the nodes live and report Failed pods."""
         for name in self._cluster.nodes:
             agent = self._cluster.agent(name)
             if agent.poll() is None:
@@ -131,7 +132,7 @@ class Faults:
     # Nodes.
 
     def kill_rack(self, rack: str) -> list[str]:
-        """As `kill_node`, for all nodes of the rack at once; their names. Raises NothingToHit."""
+        """Kills all nodes of a rack as `kill_node` does; returns their names. Raises NothingToHit."""
         names = [name for name, node in self._cluster.nodes.items() if node.labels.get(RACK) == rack]
         if not names:
             raise NothingToHit(f"no node has {RACK}={rack}")
@@ -139,7 +140,7 @@ class Faults:
         return names
 
     def kill_node(self, *names: str) -> None:
-        """Power loss: agent and every process of each die at once, its memory is gone, unreported."""
+        """Simulates a power loss: each node's agent, processes and memory are gone at once, unreported."""
         for name in names:
             self._cluster.agent(name).kill()
         for name in names:
@@ -150,29 +151,29 @@ class Faults:
             shutil.rmtree(self._cluster.scratch_folder(name), ignore_errors=True)
 
     def revive_node(self, name: str) -> None:
-        """Power back on after `kill_node`: empty, and Ready again soon."""
+        """Restores power after `kill_node`: the node is empty, and Ready again soon."""
         if self._cluster.agent(name).poll() is None:
             raise NothingToHit(f"node {name} is not down")
         self._cluster.start_agent(name)
 
     def partition_node(self, name: str) -> None:
-        """Cut the node off from the API server, or stop its kubelet: its agent is silent, its pods go on
-        (and reach each other still)."""
+        """Stops a node's agent (a partition, or a dead kubelet); its pods go on and reach each other."""
         self._cluster.agent(name).send_signal(signal.SIGSTOP)
 
     def heal_node(self, name: str) -> None:
-        """End of `partition_node`."""
+        """Ends `partition_node`."""
         self._cluster.agent(name).send_signal(signal.SIGCONT)
 
     def cordon_node(self, name: str, cordoned: bool = True) -> None:
-        """As `kubectl cordon` / `uncordon`."""
+        """Does what `kubectl cordon` / `uncordon` does."""
         self._cluster.api.patch(NODES, None, name, {"spec": {"unschedulable": cordoned or None}})
 
     # Links.
 
     def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False) -> None:
-        """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
-        wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
+        """Cuts all links between the pod and each of `others` (pods), and with `operator` the operator.
+
+        Kubernetes notices nothing: the node's agent has its own connection. Raises NothingToHit if the
         cluster was not made `cuttable`."""
         here = self._pod(pod)["status"]["podIP"]
         there = {self._pod(other)["status"]["podIP"] for other in others}
@@ -183,7 +184,7 @@ class Faults:
         self._write_cuts()
 
     def mend_links(self) -> None:
-        """All of them. What was connected before the cut stays dead until its owner gives it up."""
+        """Restores all links. Connections from before the cut stay dead until their owner gives them up."""
         self._cut.clear()
         if self._cluster.cuts is not None:
             self._write_cuts()
@@ -194,7 +195,7 @@ class Faults:
         markers.write_cuts(self._cluster.cuts, self._cut)
 
     def taint_node(self, name: str, *keys: str) -> None:
-        """As an autoscaler announces the end of a node; without a key all taints go."""
+        """Taints a node as an autoscaler does before its removal; without keys, removes all taints."""
         taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
         self._cluster.api.patch(NODES, None, name, {"spec": {"taints": taints or None}})
 
@@ -207,7 +208,7 @@ class Faults:
         self._operator().send_signal(signal.SIGCONT)
 
     def kill_operator(self) -> None:
-        """SIGKILL; start it again with `cluster.start_operator`."""
+        """Sends SIGKILL; `cluster.start_operator` starts the operator again."""
         process = self._operator()
         process.kill()
         process.wait()
@@ -220,11 +221,12 @@ class Faults:
     # Failpoints.
 
     def arm(self, whose: str, arming: Arming) -> None:
-        """From now on this strikes the process, or all those of a container. `whose`: a replica of the
-        operator, or <pod>.<container>. What had struck there before is forgotten. Raises NothingToHit if the
-        cluster was not made with `failpoints`."""
+        """Arms a failpoint in a replica of the operator, or in all processes of <pod>.<container>.
+
+        Earlier strikes there are deleted. Raises NothingToHit if the cluster was not made with `failpoints`.
+        """
         path = self._armed(whose)
-        path.unlink(missing_ok=True)  # what was armed before must not find its strikes forgotten
+        path.unlink(missing_ok=True)  # the earlier arming must not find its strikes deleted
         Path(f"{path}{STRUCK}").unlink(missing_ok=True)
         markers.replace_file(path, f"{arming}\n")
 
@@ -232,7 +234,7 @@ class Faults:
         self._armed(whose).unlink(missing_ok=True)
 
     def strikes(self, whose: str) -> list[Strike]:
-        """Of what `arm` was called with last."""
+        """Returns the strikes since `arm` was last called."""
         try:
             lines = Path(f"{self._armed(whose)}{STRUCK}").read_text().splitlines()
         except FileNotFoundError:
@@ -247,7 +249,7 @@ class Faults:
     # Copies.
 
     def sealed_slots(self, pod: str, rank: int | None = None) -> dict[Path, SlotHeader]:
-        """Sealed slots in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
+        """Returns sealed slots in the pod's memory (of one rank), newest first, hosted copies included."""
         found = self._pod(pod)
         memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
         slots: dict[Path, SlotHeader] = {}
@@ -263,7 +265,7 @@ class Faults:
         return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
     def flip_bit(self, pod: str, rank: int) -> list[Path]:
-        """Flip a bit of data in every sealed slot of `rank` in the pod; the slots. Raises NothingToHit."""
+        """Flips a data bit in every sealed slot of `rank` in the pod; returns them. Raises NothingToHit."""
         slots = self.sealed_slots(pod, rank)
         if not slots:
             raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
@@ -294,7 +296,7 @@ def _parent(pid: int) -> int:
 
 
 def waits_warm(pid: int) -> bool:
-    """Whether it is an interpreter that the launcher keeps for the next attempt."""
+    """Returns whether the process is an interpreter that the launcher keeps for the next attempt."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip() == IDLE_NAME
     except OSError:
@@ -309,22 +311,22 @@ def _resident(pid: int) -> int:
 
 
 class LocalCluster(RunningCluster):
-    """A running cluster, and the faults that may strike it."""
+    """A running cluster, and the faults that can be injected into it."""
 
     @cached_property
     def faults(self) -> Faults:
         return Faults(self)
 
     def apply(self, manifest: Object) -> Object:
-        """Create or merge. Raises ApiFailure."""
+        """Creates the object, or merges into it. Raises ApiFailure."""
         return self.api.apply(manifest)
 
     def apply_file(self, path: Path) -> list[Object]:
-        """Apply every document of a YAML file."""
+        """Applies every document of a YAML file."""
         return [self.apply(document) for document in yaml.safe_load_all(path.read_text()) if document]
 
     def apply_crds(self, folder: Path) -> None:
-        """Apply the definitions in this folder and wait until the server serves them."""
+        """Applies the definitions in this folder and waits until the server serves them."""
         for file in sorted(folder.glob("*.yaml")):
             for definition in self.apply_file(file):
                 self._await_served(definition)
@@ -336,7 +338,7 @@ class LocalCluster(RunningCluster):
         self.wait_for(lambda: all(map(self.answers, paths)), PATIENCE, f"{name} to be served")
 
     def answers(self, path: str) -> bool:
-        """Whether the server knows that path, or object, already, or still."""
+        """Returns whether the server serves that path, or has that object, at the moment."""
         try:
             self.api.request("GET", path)
         except ApiFailure as failure:

@@ -31,17 +31,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for this signal when the thread that started us ends. `parent`: its process. Makes
-    system calls only, so it may run before exec. Raises OSError."""
+    """Requests this signal from the kernel for when the thread that started this process ends.
+
+    `parent`: that thread's process. Makes system calls only, so it may run before exec. Raises OSError."""
     if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)  # it ended before we asked
+        os.kill(os.getpid(), number)  # it ended before the request
 
 
 async def run_until_told(*work: Coroutine[Any, Any, Any]) -> bool:
-    """Do all of `work`, which never ends by itself, until SIGTERM, SIGINT, or the end of standard input: then
-    whoever started this process is gone. Returns whether it was that. Raises what `work` raises."""
+    """Runs all of `work` until SIGTERM, SIGINT, or the end of standard input (the parent is gone).
+
+    Returns whether it was the latter. Raises what `work` raises; `work` never ends by itself."""
     loop, stop, orphaned = asyncio.get_running_loop(), asyncio.Event(), False
 
     def read_lifeline() -> None:
@@ -71,7 +73,7 @@ def start_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in `folder`, output in `log`. The calling thread must live as long as the process."""
+    """Starts `command` in `folder`, output in `log`. The calling thread must live as long as the process."""
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),
@@ -85,7 +87,7 @@ def start_child(
 
 
 def stop_child(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
-    """SIGTERM, then SIGKILL after `seconds`. Nothing happens if it has ended."""
+    """Sends SIGTERM, then SIGKILL after `seconds`. Does nothing if the process has ended."""
     process.terminate()
     await_end(process, seconds)
 
@@ -100,7 +102,7 @@ def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def tail_of(log: Path, lines: int = 15) -> str:
-    """The end of a log, for error messages."""
+    """Returns the end of a log, for error messages."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return "\n".join(text.splitlines()[-lines:])
 
@@ -109,7 +111,7 @@ CONTEXT = "tiercheck-local"
 
 
 def write_kubeconfig(path: Path, server: str, token: str = "", ca: bytes = b"") -> None:
-    """Written whole or not at all, for its owner only: its existence means that the server can be used."""
+    """Writes the file atomically, for its owner only: once it exists, the server can be used."""
     cluster: dict[str, Any] = {"server": server}
     if ca:
         cluster["certificate-authority-data"] = base64.b64encode(ca).decode()
@@ -142,7 +144,7 @@ class ControlPlane(ABC):
     """An API server that can be started and stopped. Also a context manager that does both."""
 
     kubeconfig: Path
-    """Valid between `start` and `stop`."""
+    """The path of the kubeconfig; valid between `start` and `stop`."""
 
     @abstractmethod
     def start(self) -> None:
@@ -163,7 +165,7 @@ class ControlPlane(ABC):
 def wait_until(
     ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str, seconds: float = 60.0
 ) -> None:
-    """Raises ControlPlaneFailed if the process ends first or `seconds` pass. The process is then stopped."""
+    """Waits until `ready`; if the process ends or `seconds` pass, stops it and raises ControlPlaneFailed."""
     deadline = time.monotonic() + seconds
     while not ready():
         ended = process.poll()
@@ -175,7 +177,7 @@ def wait_until(
 
 
 class EmbeddedControlPlane(ControlPlane):
-    """`history` is the number of changes that watches can resume over."""
+    """The embedded API server. Watches can resume over the last `history` changes."""
 
     def __init__(self, directory: Path, port: int = 0, history: int = 10_000) -> None:
         self._directory = directory.absolute()
@@ -198,7 +200,7 @@ class EmbeddedControlPlane(ControlPlane):
 
 
 class RealControlPlane(ControlPlane):
-    """`assets` holds the executables `etcd` and `kube-apiserver`."""
+    """A real control plane. `assets` holds the executables `etcd` and `kube-apiserver`."""
 
     def __init__(self, directory: Path, assets: Path) -> None:
         self._directory = directory.absolute()
@@ -262,7 +264,7 @@ class RealControlPlane(ControlPlane):
         write_kubeconfig(self.kubeconfig, url, token, ca.read_bytes())
 
     def _signing_keys(self) -> tuple[Path, Path]:
-        """The key pair that service account tokens would be signed with; the server insists on one."""
+        """Makes the key pair for signing service account tokens; the server requires one."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         private = write_private(self._directory / "service-account.key", key.private_bytes(*form))
@@ -282,8 +284,9 @@ def _answers(url: str, ca: Path | None = None, token: str = "") -> bool:
 
 
 def open_control_plane(kind: str, directory: Path) -> ControlPlane:
-    """The control plane of this kind ("embedded" or "real"), not started yet. Raises ValueError if the kind
-    is unknown, or KUBEBUILDER_ASSETS does not say where a real one's executables are."""
+    """Returns a control plane of this kind ("embedded" or "real"), not started yet.
+
+    Raises ValueError if the kind is unknown, or it is "real" and KUBEBUILDER_ASSETS is not set."""
     if kind == "embedded":
         return EmbeddedControlPlane(directory)
     if kind != "real":

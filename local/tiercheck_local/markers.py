@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 CLUSTER = "TIERCHECK_LOCAL_CLUSTER"
-"""Value: the cluster's id. On everything that the laptop cluster starts."""
+"""An environment variable with the cluster's id, on everything that the laptop cluster starts."""
 POD = "TIERCHECK_LOCAL_POD"
-"""Value: <cluster>/<node>/<pod uid>/<container>. On everything that runs in a pod."""
+"""An environment variable, on everything in a pod: <cluster>/<node>/<pod uid>/<container>."""
 
 
 class Unkillable(RuntimeError):
@@ -27,7 +27,7 @@ class Unkillable(RuntimeError):
 
 
 def pids(variable: str, where: str) -> list[int]:
-    """Other processes of this user whose `variable` is `where` or below it. Zombies have no environment."""
+    """Returns other processes of this user with `variable` at or below `where`; zombies have no variables."""
     wanted = f"{variable}={where.rstrip('/')}".encode()
     endings = (wanted + b"\0", wanted + b"/")
     found = []
@@ -45,7 +45,7 @@ def pids(variable: str, where: str) -> list[int]:
 
 
 def send(variable: str, where: str, number: int) -> int:
-    """Signal them once; how many there were."""
+    """Signals these processes once; returns how many there were."""
     found = pids(variable, where)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -54,7 +54,7 @@ def send(variable: str, where: str, number: int) -> int:
 
 
 def kill(variable: str, where: str, patience: float = 10.0) -> None:
-    """SIGKILL until none is left: a process may have forked between look and kill. Raises Unkillable."""
+    """Sends SIGKILL until none is left, since a process may fork meanwhile. Raises Unkillable."""
     end = time.monotonic() + patience
     while send(variable, where, signal.SIGKILL):
         if time.monotonic() > end:
@@ -63,43 +63,43 @@ def kill(variable: str, where: str, patience: float = 10.0) -> None:
 
 
 def place(cluster: str, node: str, pod_uid: str = "", container: str = "") -> str:
-    """The value of `POD`, or the beginning that all containers of the pod, all pods of the node share."""
+    """Returns the value of `POD`, or the prefix that all containers of a pod, or pods of a node, share."""
     return "/".join(part for part in (cluster, node, pod_uid, container) if part)
 
 
 MEMORY_FILE_SYSTEM = Path("/dev/shm")
 SCRATCH = Path("/tmp")
-"""Not the temporary folder that the environment names: Unix sockets in it need short paths."""
+"""A fixed folder, not the environment's temporary one: Unix sockets in it need short paths."""
 
 
 def folders(cluster: str) -> tuple[Path, Path]:
-    """Where the cluster's memory volumes and its other volumes lie."""
+    """Returns the folder of the cluster's memory volumes and that of its other volumes."""
     return MEMORY_FILE_SYSTEM / f"tiercheck-{cluster}", SCRATCH / f"tiercheck-{cluster}"
 
 
 def remove(cluster: str) -> None:
-    """Kill every other process of the cluster and delete its folders. Raises Unkillable."""
+    """Kills every other process of the cluster and deletes its folders. Raises Unkillable."""
     kill(CLUSTER, cluster)
     for folder in folders(cluster):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_all_at(octet: int) -> None:
-    """For the holder of an octet: what else carries it belongs to a cluster whose process was killed."""
+    """Removes what killed clusters with this octet left; only the holder of the octet may call this."""
     for root in (MEMORY_FILE_SYSTEM, SCRATCH):
         for left in root.glob(f"tiercheck-{octet}-*"):
             remove(left.name.removeprefix("tiercheck-"))
 
 
 CUTS = "TIERCHECK_LOCAL_CUTS"
-"""Environment variable with the file's path; processes that have it load `link_hook`."""
+"""An environment variable with the path of the cuts file; processes that have it load `link_hook`."""
 _HOOK = Path(__file__).with_name("link_hook")
 OPERATOR = "127.0.0.1"
-"""Where the operator's connections start."""
+"""The address at which the operator's connections start."""
 
 
 def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
-    """`env` for a process whose links can be cut; as it is if `cuts` is None."""
+    """Returns `env` for a process with links that can be cut; unchanged if `cuts` is None."""
     if not cuts:
         return dict(env)
     path = os.pathsep.join([str(_HOOK), *filter(None, [env.get("PYTHONPATH")])])
@@ -107,19 +107,19 @@ def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, st
 
 
 def write_cuts(path: Path, pairs: Iterable[frozenset[str]]) -> None:
-    """Replace what is cut: pairs of addresses."""
+    """Replaces the list of cut links: pairs of addresses."""
     replace_file(path, "".join(" ".join(sorted(pair)) + "\n" for pair in pairs))
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Writes a file that other processes read: they find all of it, or what was there."""
+    """Writes a file atomically: other processes read all of it, or what was there."""
     fresh = path.with_name(f".{path.name}")
     fresh.write_text(content)
     os.replace(fresh, path)
 
 
 _USUAL = (32_768, 60_999)
-"""Ports that Linux gives away unless told otherwise."""
+"""The ports that Linux assigns by default."""
 
 
 class NoAddressLeft(RuntimeError):
@@ -127,10 +127,10 @@ class NoAddressLeft(RuntimeError):
 
 
 class Octet:
-    """127.<value>.0.0/16, until `release`."""
+    """A reservation of 127.<value>.0.0/16 until `release`."""
 
     def __init__(self) -> None:
-        """Raises NoAddressLeft."""
+        """Reserves a free octet. Raises NoAddressLeft."""
         start = os.getpid()
         for offset in range(253):
             value = 2 + (start + offset) % 253
@@ -149,12 +149,11 @@ class Octet:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that no socket of this machine has, at any address, held together until all are chosen, so
-    that they differ.
+    """Returns TCP ports that no socket of this machine has, at any address.
 
-    Not of those that the kernel gives to whoever connects, or listens at port 0: between here and their use
-    it would give some away, and a server that listens everywhere (torch's TCPStore) needs a port that is free
-    at every address.
+    They are held until all are chosen, so that they differ. Ports that the kernel assigns to clients, or to
+    listeners at port 0, are excluded: between here and their use it would assign some, and a server that
+    listens everywhere (torch's TCPStore) needs a port that is free at every address.
     """
     candidates = _given_by_nobody()
     with contextlib.ExitStack() as held:

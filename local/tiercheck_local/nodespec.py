@@ -1,4 +1,4 @@
-"""The nodes of a cluster as a list, in Python or in a YAML file shared by demo and tests."""
+"""Defines the nodes of a cluster, in Python or in a YAML file shared by demo and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZONE = "topology.kubernetes.io/zone"
 
 
 class BadCluster(ValueError):
-    """The file is not a cluster definition; the message says what is wrong."""
+    """The file is not a cluster definition; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class NodeSpec:
 
     @staticmethod
     def load(path: Path | str) -> list[NodeSpec]:
-        """Nodes of a file `{nodes: [{name, labels, pods, resources, count}]}`; `count` as in `read_nodes`.
-        Raises BadCluster, OSError."""
+        """Reads nodes from a file `{nodes: [{name, labels, pods, resources, count}]}`.
+
+        `count` is as in `read_nodes`. Raises BadCluster, OSError."""
         content = yaml.safe_load(Path(path).read_text())
         if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
             raise BadCluster(f"{path}: expected a list under `nodes`")
@@ -54,7 +55,7 @@ class NodeSpec:
 
     @staticmethod
     def racks(nodes: int, racks: int) -> list[NodeSpec]:
-        """`nodes` nodes dealt over `racks` racks of one zone: node-0, node-1 ... in rack-0, rack-1 ..."""
+        """Returns `nodes` nodes in `racks` racks of one zone: node-0, node-1 ... in rack-0, rack-1 ..."""
         per_rack = -(-nodes // racks)
         return [
             NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"})

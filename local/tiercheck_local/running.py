@@ -1,6 +1,6 @@
-"""Control plane, controllers and nodes on one machine, started and stopped together.
+"""Starts and stops control plane, controllers and nodes together on one machine.
 
-Whatever is started carries the cluster's id in its environment and holds the read end of a pipe from this
+Everything started carries the cluster's id in its environment and holds the read end of a pipe from this
 process, so that nothing outlives it: `stop` finds stragglers by the id, and if this process dies, the others
 see the pipe end and clean up.
 """
@@ -34,13 +34,13 @@ PATIENCE = 60.0
 
 
 class GaveUp(AssertionError):
-    """What was waited for did not come; the message says what was seen instead."""
+    """The awaited condition did not come true in time; the message describes the state instead."""
 
 
 def wait_for(
     condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
 ) -> T:
-    """The first truthy `condition()`, asked ten times a second. Raises GaveUp with `explain()`."""
+    """Returns the first truthy `condition()`, polled ten times a second. Raises GaveUp with `explain()`."""
     end = time.monotonic() + deadline
     while True:
         result = condition()
@@ -52,12 +52,12 @@ def wait_for(
 
 
 class RunningCluster:
-    """Use as a context manager, or `start` and `stop`, from the main thread.
+    """A laptop cluster: a context manager, or `start` and `stop`, to be used from the main thread.
 
     `control_plane`: "embedded" or "real". `lease_grace`: seconds after which a silent node is unreachable.
-    `back_off`: for how long a container that ended twice is held back, in seconds. `cuttable`: links may be
-    cut (`Faults.cut_links`), which every Python process in the cluster pays for with a thread.
-    `failpoints`: those of operator and containers may be armed (`Faults.arm`).
+    `back_off`: seconds for which a container that ended twice is held back. `cuttable`: links may be cut
+    (`Faults.cut_links`), at the cost of a thread in every Python process of the cluster. `failpoints`: those
+    of operator and containers may be armed (`Faults.arm`).
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class RunningCluster:
         self.directory = directory.absolute()
         self.nodes = {node.name: node for node in nodes}
         self.operator: subprocess.Popen[bytes] | None = None
-        """The one that was started last."""
+        """The operator process that was started last."""
         self._operators: list[subprocess.Popen[bytes]] = []
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
         self._kind, self._lease_grace = control_plane, lease_grace
         self._back_off = back_off
         self.cuts = self.directory / "cut-links" if cuttable else None
-        """The file that names the links that are cut."""
+        """The file that lists the cut links."""
         self.failpoints = self.directory / "failpoints" if failpoints else None
         """Folder of the files that arm failpoints: <pod>.<container>, and one for each operator replica."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
@@ -106,17 +106,17 @@ class RunningCluster:
 
     @property
     def api(self) -> ApiServer:
-        """Valid between `start` and `stop`."""
+        """Returns the API client; valid between `start` and `stop`."""
         assert self._api is not None, "the cluster is not started"
         return self._api
 
     @property
     def logs(self) -> Path:
-        """<pod>/<container>.log of every pod; agents', controllers' and operator's logs beside them."""
+        """Returns the folder of <pod>/<container>.log and of agents', controllers' and operator's logs."""
         return self.directory / "logs"
 
     def start(self) -> None:
-        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp, with nothing left behind."""
+        """Returns when every node is Ready. Cleans up if it raises ControlPlaneFailed or GaveUp."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.failpoints is not None:
             self.failpoints.mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ class RunningCluster:
             raise
 
     def stop(self) -> None:
-        """No process and no memory folder of the cluster is left. May be called twice."""
+        """Ends every process and deletes every memory folder of the cluster. May be called twice."""
         if self._octet is None:
             return
         controllers = [self._controllers] if self._controllers is not None else []
@@ -164,7 +164,7 @@ class RunningCluster:
         self._controllers = self._start("controllers", command, lifeline=True)
 
     def start_agent(self, name: str) -> None:
-        """Start (again) the agent of one node; memory and processes of its earlier life are gone."""
+        """Starts (again) the agent of one node, without the memory and processes of its earlier run."""
         assert self._octet is not None
         settings = Settings(
             node=self.nodes[name],
@@ -185,9 +185,9 @@ class RunningCluster:
     def start_operator(
         self, env: Mapping[str, str] | None = None, replica: str = "operator"
     ) -> subprocess.Popen[bytes]:
-        """The real operator process; its log is logs/<replica>.log, its metrics are at `metrics_address`.
+        """Starts the real operator; its log is logs/<replica>.log, its metrics are at `metrics_address`.
 
-        Of several at a time only one may act: give them all the same TIERCHECK_LEASE.
+        If several run at a time, only one may act: give them all the same TIERCHECK_LEASE.
         """
         self.metrics_address = f"127.0.0.1:{free_ports(1)[0]}"
         environment = {
@@ -204,7 +204,7 @@ class RunningCluster:
         return self.operator
 
     def memory_folder(self, node: str, pod_uid: str = "") -> Path:
-        """Where the memory volumes of a node's pods, or of one pod, lie."""
+        """Returns the folder of the memory volumes of a node's pods, or of one pod."""
         folder = markers.folders(self.id)[0] / node
         return folder / pod_uid[:13] if pod_uid else folder
 
@@ -215,11 +215,11 @@ class RunningCluster:
         return self.api.list(PODS, namespace, labels)
 
     def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
-        """The first truthy `condition()` within `deadline` seconds. Raises GaveUp with how things stand."""
+        """Returns the first truthy `condition()` in `deadline` seconds. Raises GaveUp with `explain()`."""
         return wait_for(condition, deadline, what, self.explain)
 
     def explain(self) -> str:
-        """Nodes, pods with their reasons, and the ends of the newest logs."""
+        """Returns a text with nodes, pods with their reasons, and the ends of the newest logs."""
         lines = []
         for node in self.api.list(NODES):
             lines.append(f"node {node['metadata']['name']}: Ready={ready_status(node)}")
@@ -231,7 +231,7 @@ class RunningCluster:
         return "\n".join(lines)
 
     def all_ready(self) -> bool:
-        """Whether every node is Ready, and pods may go there."""
+        """Returns whether every node is Ready and accepts pods."""
         mine = [node for node in self.api.list(NODES) if node["metadata"]["name"] in self.nodes]
         # A new node carries a taint until the life-cycle controller has seen it alive.
         return len(mine) == len(self.nodes) and all(

@@ -1,4 +1,4 @@
-"""One job on a cluster: what can be done to it, by one catalogue of faults, and what is seen of it."""
+"""Injects faults of one catalogue into a job's cluster, and observes the job."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tiercheck_operator.manifests.owned import parse_secret
 from tiercheck_operator.sidecars import Signer
 
 NAMESPACE = "default"
-"""That of all jobs on a laptop."""
+"""The namespace of all jobs on a laptop."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is done to a job's cluster from outside; each stage does it by its own means."""
+    """A fault that is injected into a job's cluster; each kind of stage does it in its own way."""
 
     what: str
-    """A sentence for people."""
+    """A sentence for users."""
     ends: bool = True
-    """Training may be ended by it."""
+    """True if it may end training."""
     costs_copies: bool = False
-    """More than one node's memory may be gone: what was complete in memory only may be lost."""
+    """True if more than one node's memory may be gone, and what is complete in memory only may be lost."""
     seconds: float = 0.0
-    """How long it lasts, if it does not end by itself."""
+    """Seconds that it lasts, if it does not end by itself."""
 
 
 FAULTS = {
@@ -65,26 +65,26 @@ FAULTS = {
     "store trouble": Fault("the store fails now and then", ends=False, seconds=15.0),
     "store slow": Fault("the store takes its time", ends=False, seconds=15.0),
 }
-"""By their words, which all stages share. No stage has every one."""
+"""The faults by name. All stages share the names, but no stage has every fault."""
 
 
 def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The condition of this type; empty if there is none."""
+    """Returns the condition of this type; empty if there is none."""
     return next((each for each in status.get("conditions") or () if each["type"] == kind), {})
 
 
 def condition_is(status: Mapping[str, Any], kind: str) -> bool:
-    """Whether the status has condition `kind` with status True."""
+    """Returns whether the status has condition `kind` with status True."""
     return find_condition(status, kind).get("status") == "True"
 
 
 def tier_step(status: Mapping[str, Any], tier: str) -> int:
-    """The newest step that is complete there; 0 if none is."""
+    """Returns the newest step that is complete in this tier; 0 if none is."""
     return int(((status.get("tiers") or {}).get(tier) or {}).get("step") or 0)
 
 
 def in_words(status: Mapping[str, Any]) -> str:
-    """All conditions on one line."""
+    """Returns all conditions on one line."""
     return "; ".join(
         f"{c['type']}={c['status']} ({c['reason']}: {c['message']})" for c in status.get("conditions") or ()
     )
@@ -96,19 +96,20 @@ class JobStage(ABC):
     @property
     @abstractmethod
     def status(self) -> Mapping[str, Any]:
-        """The job's, as far as it is known; empty before there is one."""
+        """Returns the job's last known status; empty before there is one."""
 
     @abstractmethod
     def pods(self) -> list[Object]:
-        """All pods of the job, those that are being deleted included."""
+        """Returns all pods of the job, including those that are being deleted."""
 
     @abstractmethod
     def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
-        """Does what `FAULTS` has under that word, to a worker or what it runs on; "cut" cuts it off `others`.
-        Returns what was hit, in words. Raises ValueError for a word that this stage does not have."""
+        """Injects this fault of `FAULTS` into a worker or what it runs on; "cut" cuts it off `others`.
+
+        Returns a description of the target. Raises ValueError for a fault that this stage does not have."""
 
     def explain(self) -> str:
-        """What a person looks at first if something is waited for in vain."""
+        """Returns what to look at first when a wait fails."""
         return ""
 
     @property
@@ -116,11 +117,11 @@ class JobStage(ABC):
         return int(self.status.get("attempt") or 0)
 
     def living_pods(self) -> list[Object]:
-        """Those that are not being deleted."""
+        """Returns the pods that are not being deleted."""
         return [pod for pod in self.pods() if not pod["metadata"].get("deletionTimestamp")]
 
     def pod(self, worker: int) -> Object:
-        """The worker's newest pod."""
+        """Returns the worker's newest pod."""
         labelled = [(pod, pod["metadata"]["labels"].get(names.LABEL_WORKER)) for pod in self.pods()]
         return max((pod for pod, label in labelled if label == str(worker)), key=_age)
 
@@ -128,14 +129,14 @@ class JobStage(ABC):
         return str(self.pod(worker)["metadata"]["name"])
 
     def sidecar(self, worker: int = 1) -> Mapping[str, Any]:
-        """What the kubelet says of the worker's sidecar; empty: nothing yet."""
+        """Returns the kubelet's status of the worker's sidecar; empty: none yet."""
         statuses = (self.pod(worker).get("status") or {}).get("initContainerStatuses") or ()
         return next((each for each in statuses if each["name"] == names.SIDECAR_CONTAINER), {})
 
     def wait(
         self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float
     ) -> Mapping[str, Any]:
-        """The first status of which `condition` holds. Raises GaveUp with how things stand."""
+        """Returns the first status for which `condition` holds. Raises GaveUp with the current state."""
 
         def look() -> tuple[Mapping[str, Any]] | None:
             status = self.status
@@ -148,8 +149,9 @@ class JobStage(ABC):
 
 
 def _age(pod: Object) -> tuple[int, bool, str]:
-    """Larger for newer pods of a worker. Attached pods have no incarnation; of those the one that is not
-    being deleted is newer."""
+    """Returns a sort key that is larger for newer pods of a worker.
+
+    Attached pods have no incarnation; of those the one that is not being deleted is newer."""
     metadata = pod["metadata"]
     incarnation = int(metadata["labels"].get(names.LABEL_INCARNATION, 0))
     return incarnation, "deletionTimestamp" not in metadata, metadata["creationTimestamp"]
@@ -182,11 +184,11 @@ class LaptopStage(JobStage):
         return self.racks()[self.node_of(worker)]
 
     def racks(self) -> dict[str, str]:
-        """Rack of each node."""
+        """Returns the rack of each node."""
         return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
 
     def reports(self) -> dict[int, Report]:
-        """What each worker's sidecar reports now; workers whose sidecar does not answer are left out."""
+        """Returns each worker's current report; workers with an unresponsive sidecar are left out."""
         # The status carries counts only (a thousand ranks would not fit). The sidecars are asked here the way
         # the operator asks: over HTTPS, with the job's own credentials.
         secret = self.cluster.api.get(SECRETS, NAMESPACE, f"{self.name}-credentials")
@@ -205,12 +207,12 @@ class LaptopStage(JobStage):
         return found
 
     def restores(self, attempt: int) -> dict[int, RankRestore]:
-        """How each rank was restored in `attempt`; ranks whose sidecar does not answer are left out."""
+        """Returns how each rank was restored in `attempt`; those with unresponsive sidecars are left out."""
         current = [report for report in self.reports().values() if report.attempt == attempt]
         return {rank.rank: rank for report in current for rank in report.restore.ranks}
 
     def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
-        """As `JobStage` has it. Call `undo` when the fault has been noticed, or its time is over.
+        """Implements `JobStage.inflict`. Call `undo` when the fault has been noticed, or its time is over.
 
         The trainers have a network of their own, which no fault cuts.
         """
@@ -263,13 +265,13 @@ class LaptopStage(JobStage):
         return hit
 
     def undo(self) -> None:
-        """Ends all that does not end by itself."""
+        """Ends all faults that do not end by themselves."""
         while self._undo:
             with contextlib.suppress(NothingToHit, ProcessLookupError):
                 self._undo.pop()()
 
     def protect_by_parity(self) -> str:
-        """Ask for one parity block for every two workers, instead of a copy of each."""
+        """Requests one parity block for every two workers, instead of a copy of each; returns a sentence."""
         patch = {"spec": {"tiers": {"peer": {"copies": None, "parity": {"data": 2, "parity": 1}}}}}
         self.cluster.api.patch(JOBS, NAMESPACE, self.name, patch)
         return (
@@ -279,7 +281,7 @@ class LaptopStage(JobStage):
 
 
 def _ask(address: str, context: ssl.SSLContext, headers: Mapping[str, str]) -> Report | None:
-    """The report of the sidecar at `address`; None if it does not answer."""
+    """Returns the report of the sidecar at `address`; None if it does not answer."""
     name = names.TLS_SERVER_NAME
     with urllib3.HTTPSConnectionPool(
         address, names.CONTROL_PORT, ssl_context=context, server_hostname=name, assert_hostname=name

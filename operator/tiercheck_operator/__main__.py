@@ -5,14 +5,14 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # PID 1 ends by no signal that it does not catch. The event loop takes over when something has begun.
+    # PID 1 ignores every signal without a handler. The event loop installs its own once it runs.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
     import faulthandler
 
-    faulthandler.enable()  # who ends in native code says where, in the log
+    faulthandler.enable()  # a crash in native code writes its stack to the log
 
-    # kopf would load it wherever it is installed, for operators that have its models; it takes 20 MiB.
+    # kopf imports this package wherever it is installed, to support its models; that takes 20 MiB.
     sys.modules["kubernetes"] = None  # type: ignore[assignment]
 
     import asyncio

@@ -52,37 +52,37 @@ from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
 log = logging.getLogger(__name__)
 
 _KIND_EVERY = 2.0
-"""Seconds between two looks for our kind while it is not installed."""
+"""Seconds between two checks for the job kind while it is not installed."""
 _LAST_WRITES = 5.0
-"""Seconds for what was sent last to arrive, before the lease is given back."""
+"""Seconds for the last writes to arrive, before the lease is given back."""
 _LAST_WATCHES = 0.5
-"""Seconds for the watches to be closed. Nothing is owed by then; kopf may try to reach a server in vain."""
+"""Seconds for closing the watches. No write is pending then; kopf may retry an unreachable server."""
 _BEAT = 0.25
-"""Seconds between two signs of life of the event loop."""
+"""Seconds between two heartbeats of the event loop."""
 
 
 _COLLECT_AFTER = 20_000
-"""Objects that were made and not freed, until garbage is looked for. By Python's own 700, looking took half
-of a recovery's processor time: what workers hold is many objects that are no garbage."""
+"""The number of objects made and not freed before garbage is collected.
+Python's default of 700 cost half of a recovery's processor time: holdings are many objects, no garbage."""
 _LISTED_AT_ONCE = 100
-"""Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
+"""The number of objects per page of a first listing: a pod takes 100 KiB before it is reduced."""
 _LIST_AGAIN = 1.0
-"""Seconds before a kind is listed anew: a server that answers nonsense is not asked all the time."""
+"""Seconds before a kind is listed again: a server with invalid answers is not called all the time."""
 _TRY_AGAIN = (1.0, 1.0, 2.0, *(3.0,) * 17)
-"""Seconds between tries of a watch. kopf's own grow to 21, in which a leader that has its lease again would
-decide by pods as they were before the outage. Together as many as kopf's: after the last one, an API server
-that still answers 403 or 5xx ends this process."""
+"""Seconds between tries of a watch. A server that answers 403 or 5xx to the last one ends the process.
+kopf's own pauses grow to 21 s, in which a leader that has its lease again would decide by pods as they were
+before the outage. The sum is about that of kopf's."""
 _RECEIVED_AT_ONCE = 2 * 1024
-"""Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
-are mostly idle, would be most of this process."""
+"""Bytes that asyncio buffers per connection, and TLS as many.
+asyncio's own 256 KiB would be most of this process's memory, for connections that are mostly idle."""
 _M_ARENA_MAX = -8
 _REMEMBERED_FOR = 0.05
-"""Seconds that kopf keeps an object after its last event, in case that another follows. Of a first listing of
-2,000 pods, those of half a second took 50 MiB."""
+"""Seconds that kopf keeps an object after its last event, in case that another follows.
+With half a second, a first listing of 2,000 pods took 50 MiB."""
 
 
 class Operator:
-    """All jobs of this process."""
+    """Runs the watches, the leader election and the loops of all jobs in this process."""
 
     def __init__(self, config: Config, access: Access) -> None:
         self._config, self._access = config, access
@@ -91,7 +91,7 @@ class Operator:
         self._kube = Kube(FencedServer(access, may_write=self._may_act, called=self._metrics.called))
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
-        """UID of each job by its namespace and what its pods know it by."""
+        """The UID of each job, by its namespace and the UID that its pods carry for it."""
         self._strange = Strange()
         self._jobs: Watched[Mapping[str, Any]] = Watched()
         self._view = ClusterView()
@@ -132,7 +132,7 @@ class Operator:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, as signals do, or a watch is lost for good (the process is to start again)."""
+        """Runs until `stop` is set, as by a signal, or a watch is lost for good and a restart is needed."""
         pages = Pages(self._metrics.text, self._trouble, self._ready, tls=self._config.metrics_tls)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()
@@ -168,7 +168,7 @@ class Operator:
             self._kube.close()
 
     async def _watch(self, quiet: asyncio.Event, stop: asyncio.Event) -> None:
-        """Until `quiet` is set, or a watch is lost for good."""
+        """Runs kopf until `quiet` is set, or a watch is lost for good."""
         others = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
@@ -181,13 +181,12 @@ class Operator:
             stop_flag=quiet,
             ready_flag=self._watching,
         )
-        # kopf has taken the signals. It would close the watches, for five seconds, and only then hand over.
+        # kopf's signal handlers would close the watches, for five seconds, before the hand-over.
         end_by_signal(stop)
         await kopf.run_tasks(tasks, ignored=others)
 
     async def _served(self, stop: asyncio.Event) -> bool:
-        """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop
-        before."""
+        """Waits until the server has the job kind, which kopf looks up only once; False if stopped before."""
         told = False
         while not stop.is_set():
             try:
@@ -203,14 +202,14 @@ class Operator:
                     await stop.wait()
         return False
 
-    # Who acts.
+    # Leadership.
 
     def _may_act(self) -> bool:
-        """From any thread, right before something is written."""
+        """Returns whether this replica may write. Called from any thread, right before a write."""
         return self._elector.leads() if self._elector is not None else self._config.lease is None
 
     async def _elected(self) -> None:
-        """Have loops for the jobs exactly while this replica leads."""
+        """Runs loops for the jobs exactly while this replica leads."""
         self._metrics.leads(self._leading)
         if self._config.lease is None:
             self._attach.lead()
@@ -256,7 +255,7 @@ class Operator:
         await asyncio.gather(*(loop.stop() for loop in loops.values()))
 
     async def _hand_over(self) -> None:
-        """Stop acting, and say so. May be called twice."""
+        """Stops acting and releases the lease. May be called twice."""
         self._closing = True
         await self._cease()
         elector = self._elector
@@ -272,11 +271,11 @@ class Operator:
             await asyncio.sleep(_BEAT)
 
     def _ready(self) -> bool:
-        """Whether this replica could take over at once: it has seen everything there is."""
+        """Returns whether this replica could take over at once: it has seen every existing object."""
         return self._watching.is_set() and self._resync.complete
 
     def _trouble(self) -> str:
-        """All that is wrong, a line each; empty: nothing."""
+        """Returns everything that is wrong, one line each; empty if nothing is."""
         now = asyncio.get_running_loop().time()
         begun = {loop.named: loop.began for loop in self._loops.values() if loop.began is not None}
         dead = [loop.named for loop in self._loops.values() if loop.dead]
@@ -288,7 +287,7 @@ class Operator:
         ]
         return "\n".join(filter(None, sentences))
 
-    # What is heard.
+    # Watches.
 
     def _settings(self) -> kopf.OperatorSettings:
         settings = kopf.OperatorSettings()
@@ -301,8 +300,8 @@ class Operator:
         settings.queueing.idle_timeout = _REMEMBERED_FOR
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
-        # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a
-        # minute in vain.
+        # An operator limited to some namespaces may not list namespaces and kinds, and kopf would retry that
+        # for a minute.
         settings.scanning.disabled = bool(self._config.namespaces)
         settings.persistence.finalizer = f"{names.API_GROUP}/finalizer"
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.API_GROUP)
@@ -310,8 +309,8 @@ class Operator:
         return settings
 
     def _registry(self) -> kopf.OperatorRegistry:
-        """Without kopf's indexes: with them it keeps each object whole until all are listed, and wakes all
-        those for each that comes."""
+        """Builds the registry without kopf's indexes.
+        With them kopf keeps each object whole until all are listed, and wakes them all for each new one."""
         registry = kopf.OperatorRegistry()
 
         session = WatchSession(self._access)
@@ -363,8 +362,8 @@ class Operator:
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
         identity = str(raw["metadata"]["namespace"]), known_as
-        # A job is what its own UID says; whose workload it says to look after is only its word, and the first
-        # one counts.
+        # A job's own UID is certain. The workload that it claims to be attached to is not, so the first claim
+        # counts.
         if known_as == uid or self._known_as.get(identity, uid) == uid:
             self._known_as[identity] = uid
         if uid in self._loops:
@@ -373,7 +372,7 @@ class Operator:
             self._start(raw)
 
     async def _start_when_all_is_seen(self) -> None:
-        """Whoever knows only some of a job's pods would make the others again."""
+        """Starts the loops once all objects are seen: a loop that misses pods would create them again."""
         await self._resync.seen_all.wait()
         if self._leading:
             self._start_all()
@@ -388,7 +387,7 @@ class Operator:
         loop.start()
 
     def _forget(self, uid: str) -> JobLoop | None:
-        """Its loop, which is left to be stopped."""
+        """Drops the job and returns its loop, which the caller has to stop."""
         self._jobs.drop(uid)
         self._known_as = {identity: job for identity, job in self._known_as.items() if job != uid}
         return self._loops.pop(uid, None)
@@ -408,7 +407,7 @@ class Operator:
             self._wake_all()
 
     def _wake(self, pod: PodView) -> None:
-        """The loop of its job."""
+        """Wakes the loop of the pod's job."""
         loop = self._loops.get(self._known_as.get((pod.namespace, pod.job_uid), ""))
         if loop is not None:
             loop.wake()
@@ -419,8 +418,8 @@ class Operator:
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """kopf would read what it last saw of an object from an annotation, where anybody may have written what
-    ends the handling of that object. We handle no differences."""
+    """Keeps kopf from reading its last view of an object from an annotation.
+    Any user may have written something there that ends kopf's handling of the object. Diffs are not used."""
 
     def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -429,7 +428,7 @@ class _NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        """Nothing is kept."""
+        """Stores nothing."""
 
 
 def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
@@ -437,13 +436,13 @@ def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def end_by_signal(stop: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set `stop`."""
+    """Makes SIGTERM and SIGINT set `stop`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 def prepare_process() -> None:
-    """For thousands of sidecars, each with a connection or two and a report of hundreds of objects."""
+    """Tunes the process for thousands of sidecars, each with 1-2 connections and hundreds of objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
@@ -455,7 +454,7 @@ def prepare_process() -> None:
 
 
 async def main() -> None:
-    """Run until SIGTERM or SIGINT. Raises ValueError on a setting that cannot be understood."""
+    """Runs until SIGTERM or SIGINT. Raises ValueError on a setting that cannot be understood."""
     config = Config.from_env(os.environ)
     log_redacted(config.log_level, known_secrets(os.environ))
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(config.log_level)))

@@ -18,28 +18,28 @@ _PATIENCE = (
     "settle", "accused", "isolated", "suspect", "silent", "unschedulable", "capacity", "suspend", "flush",
     "relocate", "grow", "retry",
 )  # fmt: skip
-"""Of `Patience`, what an operator may be given."""
+"""The fields of `Patience` that can be set by environment variables."""
 
 
 @dataclass(frozen=True)
 class WebhookConfig:
-    """Where the webhook of attach mode is served, and what it is known by."""
+    """The address, certificate Secret and DNS names of the attach mode webhook."""
 
     host: str
     port: int
     secret: tuple[str, str]
-    """Namespace and name of the Secret with its certificate."""
+    """Namespace and name of the Secret with the webhook's certificate."""
     configuration: str
     """Name of the MutatingWebhookConfiguration."""
     hosts: tuple[str, ...]
-    """DNS names or addresses by which the API server calls it."""
+    """DNS names or addresses at which the API server calls the webhook."""
     issuer: str = ""
-    """Who else makes the certificate; empty: we do."""
+    """The name of another issuer of the certificate; empty: the operator issues it."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Read from TIERCHECK_* environment variables; see `from_env` for their names."""
+    """Holds the settings read from TIERCHECK_* environment variables; `from_env` has their names."""
 
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty: the whole cluster."""
@@ -50,39 +50,39 @@ class Config:
     sidecar_image: str = f"tiercheck-sidecar:{__version__}"
     """Image of the sidecar and of the init container that copies the library."""
     sidecar_pull_policy: str = ""
-    """Of these two: Always, IfNotPresent, Never; empty: the cluster's default."""
+    """The pull policy of both: Always, IfNotPresent or Never; empty: the cluster's default."""
     sidecar_pull_secrets: tuple[str, ...] = ()
-    """Secrets to pull it with, beside those of the job's template. They must be in the job's namespace."""
+    """Pull secrets beside those of the job's template. They must be in the job's namespace."""
     resync_seconds: float = 15.0
-    """How often a job is looked at when nothing happened."""
+    """Seconds between two reconciles of a job when nothing happened."""
     poll_seconds: float = 5.0
-    """How long one long poll of a sidecar may wait for news."""
+    """Seconds that one long poll of a sidecar may wait for a change."""
     call_seconds: float = 3.0
-    """How long a sidecar may take to answer beyond that before it counts as silent."""
+    """Seconds beyond that after which a sidecar that has not answered counts as silent."""
     progress_seconds: float = 1.0
-    """Least time between two status writes that only carry progress."""
+    """Seconds. The least time between two status writes that only carry progress."""
     lease: tuple[str, str] | None = None
-    """Namespace and name of the Lease that says which replica leads; None: this is the only one."""
+    """Namespace and name of the leader election Lease; None: this is the only replica."""
     identity: str = "tiercheck-operator"
-    """What this replica is called in the Lease; a random part is added."""
+    """The replica's name in the Lease; a random part is added."""
     terms: Terms = field(default_factory=Terms)
     watch_check_seconds: float = 60.0
-    """How often what the watches have shown is compared with what there is."""
+    """Seconds between two comparisons of the watched objects with a listing."""
     watch_grace_seconds: float = 60.0
-    """How late a watch may be before it counts as deaf."""
+    """Seconds that a watch may lag before it counts as stale."""
     stuck_seconds: float = 300.0
-    """How long one reconcile may take before the process counts as ill."""
+    """Seconds that one reconcile may take before the process counts as unhealthy."""
     node_memory: NodeMemory = field(default_factory=NodeMemory)
     log_level: str = "INFO"
     signs: NodeSigns = NO_SETTINGS
-    """Which nodes are to be left."""
+    """The taints and conditions that make pods leave a node."""
     webhook: WebhookConfig | None = None
-    """None: no attach mode."""
+    """None: attach mode is off."""
     patience: Patience = field(default_factory=Patience)
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> Config:
-        """Raises ValueError, naming the variable, if a value cannot be understood."""
+        """Reads the settings. Raises ValueError, naming the variable, if a value cannot be parsed."""
         default = Config()
 
         def seconds(name: str, usual: float) -> float:

@@ -1,12 +1,11 @@
-"""What a sidecar says of itself, as far as it can be true, by our own clock.
+"""Clamps sidecar reports to plausible values and converts their times to the operator's clock.
 
-One process decides for all teams, and a report is the word of one team's pod. A number that no job has is
-brought to the nearest that some job could have, so that whatever is said, arithmetic on it stays within what
-clocks, calendars and the API hold. Texts and lists are cut to what can be shown or planned with. Nothing is
-refused for it: a sidecar whose report were left out would count as silent, and its worker as lost.
+One process serves all teams, and a report comes from one team's pod. A number that no job can have is clamped
+to the nearest one that a job could have, so that arithmetic on it stays within what clocks, calendars and the
+API can represent. Texts and lists are cut to what can be shown or planned with. No report is rejected for
+this: a sidecar without a report would count as silent, and its worker as lost.
 
-Nodes' clocks differ from ours, so what a sidecar dates by its own clock is dated by ours before anybody
-subtracts the two.
+Nodes' clocks differ from the operator's, so sidecar times are converted before the two are subtracted.
 """
 
 from __future__ import annotations
@@ -20,27 +19,26 @@ from tiercheck.protocol.version import MOST_BLOCKS
 from tiercheck_operator.model import conditions
 
 LEAST, MOST = -(2**31), 2**53
-"""Whole numbers. Sums and differences of a few fit into the 64 bits that the API has."""
+"""Bounds of integers. Sums and differences of a few of them fit into the 64 bits of the API."""
 _SMALL = {"deltas", "exit_code", "rank", "slowest_rank", "snapshot_every", "worker"}
-"""Fields for which the API has 32 bits."""
+"""Fields that have 32 bits in the API."""
 _MOST_SMALL = 2**31 - 1
 _LATEST = 253_370_764_800.0
-"""The year 9999, the last that RFC 3339 can write; as a duration, no job's either."""
+"""Unix seconds in the year 9999, the last that RFC 3339 can write; more than any duration, too."""
 _ANY = frozenset({bool, type(None)})
-"""Nothing of these is too much."""
+"""Types whose values need no bound."""
 _LONGEST_TEXT = 1000
-"""Characters: the status shows no more of one."""
+"""Characters. The status shows no more of a text."""
 _MOST_ENTRIES = 4096
-"""Of a list; the last ones are the newest versions."""
+"""The number of list entries that are kept: the last ones, which are the newest versions."""
 _FEW = {"failures": 8, "problems": 32, "proofs": 8, "sources": 8, "stalled": 8, "unreachable": 16}
-"""Of lists that people read."""
+"""Maximum lengths of lists that are meant for people."""
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
 def make_plausible(report: Report) -> Report:
-    """`report` with every number and every reason such that it may be counted with, and be written. The same
-    object if all are."""
+    """Returns `report` with every number, text and reason within bounds; the same object if all are."""
     held = report.holdings
     if not held:
         return cast(Report, _within(report))
@@ -51,7 +49,7 @@ def make_plausible(report: Report) -> Report:
 
 
 def _is_plausible(holding: Holding) -> bool:
-    """What nobody can hold would be planned with, version by version and block by block."""
+    """Returns whether a holding can exist; planning iterates over its versions and blocks."""
     share = holding.share
     block = share is None or (0 <= share.index < MOST_BLOCKS and 0 < len(share.ranks) <= MOST_BLOCKS)
     return block and 0 <= holding.version.step <= MOST
@@ -88,14 +86,14 @@ def _within(value: Any) -> Any:
 
 
 def _names(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass; none of anything else."""
+    """Returns the fields of a dataclass; none for any other type."""
     if kind not in _FIELDS:
         _FIELDS[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
     return _FIELDS[kind]
 
 
 def without_lists(report: Report, why: str) -> Report:
-    """`report` with its attempt, its trainer and its numbers alone, and one problem that says why."""
+    """Returns `report` without its lists, and with one problem that states `why`."""
     return replace(
         report,
         restore=replace(report.restore, ranks=()),
@@ -107,7 +105,7 @@ def without_lists(report: Report, why: str) -> Report:
 
 
 def by_our_clock(report: Report, ahead: float) -> Report:
-    """`report` with its times moved by what its sender's clock is ahead."""
+    """Returns `report` with its times moved back by the seconds that the sender's clock is `ahead`."""
     if not ahead:
         return report
     trainer = report.trainer

@@ -1,1 +1,1 @@
-"""The sidecar keeps a worker's checkpoints in memory and copies them to peers and the remote tier."""
+"""Keeps a worker's checkpoints in memory and copies them to peers and the remote tier."""

@@ -5,12 +5,12 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # PID 1 ends by no signal that it does not catch. The event loop takes over when something has begun.
+    # PID 1 ignores a signal that it does not handle. The event loop's handlers replace this one later.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
     import faulthandler
 
-    faulthandler.enable()  # who ends in native code says where, in the log
+    faulthandler.enable()  # logs where a crash in native code happened
 
     from tiercheck_sidecar.app import main
 

@@ -1,4 +1,4 @@
-"""The life of a sidecar: take inventory, serve, follow directives, flush what is owed, end."""
+"""Runs a sidecar: takes inventory, serves, follows directives, finishes uploads, ends."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ from tiercheck_sidecar.versions.watermark import may_go
 log = logging.getLogger(__name__)
 
 _HAND_OVER = 10.0
-"""Seconds for the last copies, of the pod's grace."""
+"""Seconds of the pod's grace for the last copies."""
 _LAST_WORD = 2.0
-"""Seconds for the controller to ask for the last report."""
+"""Seconds for the controller to request the last report."""
 _MOST_STRANGERS = 256
-"""Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
+"""The limit of unauthenticated connections to an HTTP port, from addresses that no directive names."""
 
 _COLLECT_AFTER = 100_000
-"""Objects that were made and not freed, until garbage is looked for."""
+"""The number of objects made and not freed, after which garbage is collected."""
 
 _BESIDE = {"offload", "sweep", "heartbeat", "throttling", "rehearse"}
-"""Loops that are worth less than what this process holds and serves: it never ends because of them."""
+"""Loops that are worth less than what this process holds and serves: their failures never end it."""
 
 
 class Sidecar:
-    """Everything of one process, wired together."""
+    """All parts of one sidecar process, wired together."""
 
     def __init__(
         self, config: SidecarConfig, interfaces: Callable[[], Sequence[OwnAddress]] = own_addresses
     ) -> None:
-        """`interfaces`: what the pod's networks are found by."""
+        """`interfaces` returns the addresses by which the pod's networks are found."""
         self.config = config
         self.state = SidecarState(config)
         hands = spare_hands(config.cgroup_dir)
@@ -119,16 +119,16 @@ class Sidecar:
         self.state.when_identified(self._identified)
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an
-        address or the memory volume cannot be used."""
+        """Runs until SIGTERM or SIGINT, or until new credentials require a new process.
+        Raises OSError if an address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        # Whoever watches is not known: a connection is closed once it was answered.
+        # Clients are not known here, so a connection is closed once it was answered.
         await self._serve(
             GuardedPort(self._health(), Strangers(lambda: _MOST_STRANGERS)), self.config.metrics_port
         )
         await asyncio.to_thread(self._open_memory)
-        # Not before: verifying a large memory takes long, is owed to nobody, and cannot be interrupted.
+        # Not before: verifying a large memory takes long, may be cut off, and cannot be interrupted.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self.socket.start()
@@ -170,14 +170,14 @@ class Sidecar:
         config = self.config
         if config.node_memory_keep is not None:
             self._claim = FolderClaim(config.vault_dir, config.worker, time.time())
-            # A spare is nobody's next pod.
+            # A spare succeeds no earlier pod.
             adopted = self._claim.adopt() if config.worker != SPARE else 0
             log.info("%d slots of earlier pods of this worker lie in the node's memory", adopted)
         shutil.rmtree(config.vault_dir / FOLDER, ignore_errors=True)
         self.vault.open()
 
     def _sweep(self) -> None:
-        """What moved workers of this job left on this node."""
+        """Removes what moved workers of this job left on this node."""
         keep = self.config.node_memory_keep
         while keep is not None and not self.state.stopping:
             sweep_job(self.config.memory_dir, keep, time.time())
@@ -226,9 +226,7 @@ class Sidecar:
         return self.replicator.owes() or self.parity.owes()
 
     def _hand_over(self) -> None:
-        """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have
-        yet.
-        """
+        """Copies to the holders what they lack, when asked to end while the job goes on (an eviction)."""
         state, end, seen = self.state, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
         while time.monotonic() < end and not state.fenced:
             directive = state.directive
@@ -239,7 +237,7 @@ class Sidecar:
             seen = state.wait(seen, timeout=0.2)
 
     def _flush(self) -> None:
-        """At the end of a job, stay as long as its last complete version can still get to the remote tier."""
+        """Waits at the end of a job while its last complete version can still reach the remote tier."""
         state, seen = self.state, -1
         seconds = self.config.flush_seconds
         end = time.monotonic() + seconds
@@ -254,7 +252,7 @@ class Sidecar:
             seen = state.wait(seen, timeout=0.5)
 
     def _settled(self) -> bool:
-        """Whether the job is over and this sidecar owes the remote tier nothing any more."""
+        """Returns whether the job is over and this sidecar has no uploads pending."""
         if not self._over:
             return False
         if not self.config.remote:
@@ -262,7 +260,7 @@ class Sidecar:
         return self.coordinator.may_go if self.state.config.worker == 0 else may_go(self.tiers.end())
 
     def _hold_up(self) -> str:
-        """Why it did not, and what to do."""
+        """Returns why the last version was not uploaded, and what to do."""
         if self.state.remote.reachable is False:
             return (
                 f"{self.state.remote.message or 'it does not answer'}. Check spec.tiers.remote and its "
@@ -274,8 +272,8 @@ class Sidecar:
         return "set terminationGracePeriodSeconds in spec.template to give it more time"
 
     def _be_heard(self, control: ControlApi) -> None:
-        """At the end of a job the controller shall know how it ended: it asks again as soon as it has been
-        answered."""
+        """Waits at the end of a job until the controller has the last report.
+        It asks again as soon as it has been answered."""
         end, seen = time.monotonic() + _LAST_WORD, -1
         while self._over and not control.has_told_all() and time.monotonic() < end:
             seen = self.state.wait(seen, timeout=0.1)
@@ -313,18 +311,17 @@ class Sidecar:
         await port.start(self.config.pod_ip, number)
 
     def _most_strangers(self) -> int:
-        """All workers may call worker 0 at once."""
+        """Returns the limit of unauthenticated connections: all workers may call worker 0 at once."""
         directive = self.state.directive
         return _MOST_STRANGERS + (directive.workers if directive else 0)
 
 
 _LOOK_EVERY = 2.0
-"""Seconds between two looks at the remote tier's credentials."""
+"""Seconds between two checks of the remote tier's credentials."""
 
 
 async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
-    """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
-    reachable. May never.
+    """Returns when the Secret at `folder` has changed and the remote tier is not reachable; or never.
 
     An environment never follows its Secret. The kubelet starts the process again with the new values, and
     everything it holds is found again on the memory volume. It ends only while the remote tier cannot be
@@ -344,7 +341,7 @@ async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | N
 
 
 def fingerprint(folder: Path) -> str:
-    """Of names and contents; a Secret that does not exist is an empty folder."""
+    """Returns a hash of names and contents; a Secret that does not exist is an empty folder."""
     seen = hashlib.sha256()
     # The kubelet's own links and time-stamped folders begin with two dots.
     for file in sorted(path for path in _entries(folder) if not path.name.startswith("..")):
@@ -362,15 +359,15 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def prepare_process() -> None:
-    """For the coordinator of thousands of workers: what they have said is many objects that are no garbage.
-    By Python's own 700, looking for some took a quarter of its time."""
+    """Collects garbage less often, for the coordinator of thousands of workers.
+    Their reports are many live objects: at Python's own 700, collection took a quarter of its time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
 
 
 def main() -> int:
-    """0 after an orderly end; 2 if the environment is wrong; 1 if an address or the volume cannot be used."""
+    """Returns 0 after an orderly end, 1 if an address or the volume fails, 2 for a wrong environment."""
     log_redacted(known=own_credentials())
     prepare_process()
     try:

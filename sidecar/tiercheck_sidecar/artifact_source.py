@@ -1,13 +1,12 @@
-"""Reads artifacts from places that may fail or never answer, such as a mount whose server is gone.
+"""Reads artifacts from places that may fail or never answer, such as a mount of a dead server.
 
-A restore, a rank on another mesh and a rehearsal read by the same verbs, whatever the place: own memory, a
+A restore, a rank on another mesh and a rehearsal read by the same methods, whatever the place: own memory, a
 peer, parity or the remote tier. All of them fail by the same errors.
 
-Each call to a place has a thread of its own, and is left behind when nothing comes. No thread can be ended
-from outside, and one that waits for a dead file server not even by SIGKILL. What is left behind is told with
-its next byte that nobody wants it any more, and gives back what it holds. Until then its place is called
-again only now and then, ever more seldom: one that hangs costs a thread for each call that was under way, and
-few more.
+Each call to a place has a thread of its own, and is abandoned when nothing comes. No thread can be ended from
+outside, and one that waits for a dead file server not even by SIGKILL. An abandoned call gets an exception at
+its next byte, and releases what it holds. Until then its place is called again only now and then, ever more
+seldom: one that hangs costs a thread for each call that was under way, and few more.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tiercheck_sidecar.vault import Seal, Vault
 
 
 class SourceFailed(Exception):
-    """A source could not give the artifact; the message is a sentence. `bad`: copies that proved bad."""
+    """An artifact that a source could not give; the message is a sentence. `bad`: copies that proved bad."""
 
     def __init__(self, message: str, bad: Sequence[Quarantined] = ()) -> None:
         super().__init__(message)
@@ -42,15 +41,15 @@ class SourceFailed(Exception):
 
 
 class SourceGone(SourceFailed):
-    """It has no such artifact, or not any more."""
+    """An artifact that the source does not have, or not any more."""
 
 
 class SourceCorrupt(SourceFailed):
-    """It gave bytes that do not match their digests: it must not be asked again."""
+    """A source that gave bytes that do not match their digests: it must not be asked again."""
 
 
 class TriedInVain(SourceFailed):
-    """None of several sources could give it; each of `reasons` names one."""
+    """An artifact that none of several sources could give; each of `reasons` names one."""
 
     def __init__(self, reasons: Sequence[str], bad: Sequence[Quarantined] = ()) -> None:
         super().__init__("; ".join(reasons) or "no source is known", bad)
@@ -58,19 +57,18 @@ class TriedInVain(SourceFailed):
 
 
 class ArtifactSink:
-    """Takes an artifact's chunks at their places in `view`, all of its bytes, which are those of the open
-    `file`."""
+    """Stores an artifact's chunks at their places in `view`, all bytes of the open `file`."""
 
     def __init__(self, view: memoryview, file: int) -> None:
         self.view, self._file = view, file
 
     def room(self, digests: Digests, index: int) -> memoryview:
-        """Returns where chunk `index` is received."""
+        """Returns the memory that receives chunk `index`."""
         return chunk_view(self.view, digests, index)
 
     def put(self, digests: Digests, index: int, chunk: memoryview) -> None:
-        """Writes a verified chunk that lies elsewhere: that costs less than touching a fresh mapping page by
-        page. Raises OSError."""
+        """Writes a verified chunk from other memory. Raises OSError.
+        That costs less than touching a fresh mapping page by page."""
         offset = index * digests.chunk
         while chunk:
             written = os.pwrite(self._file, chunk, offset)
@@ -78,7 +76,7 @@ class ArtifactSink:
 
 
 class ChunkBuffer(ArtifactSink):
-    """Takes one chunk at a time, each in the place of the one before."""
+    """Stores one chunk at a time, each in the place of the one before."""
 
     def __init__(self) -> None:
         super().__init__(memoryview(b""), -1)
@@ -98,32 +96,32 @@ class OpenArtifact:
     """An artifact that can be read, chunk by chunk. Used by one thread."""
 
     seal: Seal
-    """What a slot of an own rank that is filled from it holds."""
+    """The seal of an own slot that is filled from it."""
     read: Callable[[Sequence[int], ArtifactSink], None]
-    """Brings these chunks, each verified. Raises SourceFailed (SourceGone, SourceCorrupt), OSError."""
+    """Reads these chunks and verifies each. Raises SourceFailed (SourceGone, SourceCorrupt), OSError."""
     bad: Sequence[Quarantined] = ()
-    """Parts of it that have proved bad so far; others took their places."""
+    """Parts of it that have proved bad so far, and were replaced by others."""
 
 
 class ArtifactSource(ABC):
-    """A place that artifacts are read from. Every verb raises SourceFailed (SourceGone, SourceCorrupt),
-    OSError."""
+    """A place that artifacts are read from.
+    Every method raises SourceFailed (SourceGone, SourceCorrupt), OSError."""
 
     @abstractmethod
     def list(self, rank: int, version: Version, call: BoundedCall) -> Mapping[Artifact, int]:
-        """Returns what of `rank` a restore of `version` could read there, with bytes."""
+        """Returns the artifacts of `rank` that a restore of `version` could read there, with bytes."""
 
     @abstractmethod
     def open(self, artifact: Artifact, call: BoundedCall) -> AbstractContextManager[OpenArtifact]:
-        """Holds the artifact there as long as it is open."""
+        """Opens the artifact, which the place keeps as long as it is open."""
 
     def close(self) -> None:  # noqa: B027  (most hold nothing while nothing is open)
-        """Lets go of what is held between two artifacts."""
+        """Releases what is held between two artifacts."""
 
 
 def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: BoundedCall) -> OpenArtifact:
-    """Brings all of an artifact into an own slot and seals it. Raises SourceFailed, NoFreeSlot, NotASlot,
-    OSError; then no slot is taken."""
+    """Fills an own slot with all of an artifact and seals it.
+    Raises SourceFailed, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
     with place.open(artifact, call) as found:
         draft = vault.draft(found.seal)
         try:
@@ -137,7 +135,7 @@ def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: Bou
 
 
 class Connection(Protocol):
-    """What a call may own."""
+    """A connection that a call may own."""
 
     heard: Callable[[int], None]
 
@@ -151,40 +149,40 @@ T = TypeVar("T")
 
 _LOOK_EVERY = 1.0
 _AGAIN = 300.0
-"""Seconds, for each call that was left behind, until its place is tried by one call more: what hangs may be
-one file of many."""
+"""Seconds, for each abandoned call, until its place is called once more.
+What hangs may be one file of many."""
 _LONGEST_LOOK = 5.0
-"""Seconds that one look counts for at most: after a longer one it was we who were stopped."""
+"""Seconds. One wait counts for no more: after a longer one this process had been suspended."""
 
 
 class Stalled(SourceFailed):
-    """Nothing came from the place for too long."""
+    """A place from which nothing came for too long."""
 
 
 class LeftBehind(BaseException):
-    """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of
-    the place."""
+    """The end of an abandoned call.
+    It is no Exception, so that no code on the way takes it for a failure of the place."""
 
 
 class BoundedCall:
-    """One of them, as its own thread knows it. Thread-safe."""
+    """A call to a place, as its own thread uses it. Thread-safe."""
 
     def __init__(self, heard: Callable[[int], None] = lambda count: None) -> None:
-        """`heard` is told of the bytes that come, as long as somebody waits for them."""
+        """The callback receives the number of bytes that come, as long as a caller waits for them."""
         self._heard = heard
         self._lock = threading.Lock()
         self._wires: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.left = self.over = False
 
     def arrived(self, count: int) -> None:
-        """So many bytes came; 0: it goes on. Raises LeftBehind."""
+        """Counts received bytes; 0 only checks that the call goes on. Raises LeftBehind."""
         if self.left:
             raise LeftBehind
         if count:
             self._heard(count)
 
     def own(self, wire: C) -> C:
-        """A connection that is used for this call alone, and ends with it. Raises LeftBehind."""
+        """Registers a connection that serves this call alone, and ends with it. Raises LeftBehind."""
         with self._lock:
             self._wires.add(wire)
             wire.heard = self.arrived
@@ -202,7 +200,7 @@ class BoundedCall:
 
 
 class BoundedCalls:
-    """Thread-safe."""
+    """Calls places, and abandons calls that hang. Thread-safe."""
 
     def __init__(
         self,
@@ -210,20 +208,20 @@ class BoundedCalls:
         changed: Callable[[Mapping[str, int]], None] = lambda left: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seconds` without a byte from its place, and a call is left behind. `changed` hears how many are,
-        by place."""
+        """Abandons a call after `seconds` without a byte from its place.
+        `changed` receives the number of abandoned calls, by place."""
         self._seconds, self._changed, self._clock = seconds, changed, clock
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._bytes: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._tried: dict[str, float] = {}
-        """When each place was last called that calls were left behind at."""
+        """The time at which each place with abandoned calls was last called."""
 
     def make(
         self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
     ) -> T:
-        """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no
-        thread."""
+        """Returns what `body` returns.
+        Raises what it raises, Stalled, and RuntimeError if the system gives no thread."""
         with self._lock:
             if self._left[place]:
                 if self._clock() - self._tried[place] < _AGAIN * self._left[place]:
@@ -241,7 +239,7 @@ class BoundedCalls:
         def run() -> None:
             try:
                 future.set_result(body(call))
-            except BaseException as error:  # whoever waits gets it
+            except BaseException as error:  # the waiting caller gets it
                 future.set_exception(error)
             self._end(place, call)
 
@@ -250,7 +248,7 @@ class BoundedCalls:
         while not future.done():
             before = self._clock()
             wait([future], min(_LOOK_EVERY, max(0.0, seconds - quiet)))
-            # Whatever came from the place counts: calls wait for each other there.
+            # All bytes from the place count, because calls wait for each other there.
             came, looked = self._bytes[place], min(_LONGEST_LOOK, self._clock() - before)
             quiet, known = 0.0 if came != known else quiet + looked, came
             if quiet >= seconds and self._leave(place, call):
@@ -258,7 +256,7 @@ class BoundedCalls:
         return future.result()
 
     def _leave(self, place: str, call: BoundedCall) -> bool:
-        """Whether it had not ended."""
+        """Abandons a call; returns False if it has ended."""
         with self._lock:
             if call.over:
                 return False

@@ -1,9 +1,9 @@
-"""Folds a parity block from its members' bytes, and puts a lost member together again.
+"""Computes a parity block from its members' bytes, and rebuilds a lost member.
 
 Local rank i of each member is coded together, in the group's order. Block 0 is the plain XOR. The blocks
-after it are Reed-Solomon over GF(2^8): a Cauchy matrix, whose columns are scaled so that its first row is
-ones. Scaling columns keeps every square part invertible, so any *n* losses are made good by any *n* blocks.
-Members may differ in size; a shorter one counts as padded with zeros.
+after it are Reed-Solomon over GF(2^8): a Cauchy matrix, with columns scaled so that its first row is ones.
+Scaling columns keeps every square part invertible, so any *n* losses are made good by any *n* blocks. Members
+may differ in size; a shorter one counts as padded with zeros.
 
 ISA-L is called by ctypes on our own buffers, because the Python interfaces to it copy every byte. The library
 is the one that the package `pyeclib` brings along. ctypes releases the interpreter lock while it works.
@@ -40,11 +40,11 @@ _TABLE = 32
 
 
 class LibraryMissing(RuntimeError):
-    """ISA-L is not here; the message names the package to install."""
+    """The lack of ISA-L; the message names the package to install."""
 
 
 class Isal:
-    """The functions we need, over GF(2^8). Matrices are lists of rows."""
+    """The functions of ISA-L in use, over GF(2^8). Matrices are lists of rows."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -69,13 +69,13 @@ class Isal:
         return int(self._library.gf_inv(value))
 
     def cauchy(self, data: int, parity: int) -> list[list[int]]:
-        """`parity` rows of `data` coefficients, every square part of which can be inverted."""
+        """Returns `parity` rows of `data` coefficients, of which every square part can be inverted."""
         flat = (ctypes.c_ubyte * (data * (data + parity)))()
         self._library.gf_gen_cauchy1_matrix(flat, data + parity, data)
         return [list(flat[row * data : (row + 1) * data]) for row in range(data, data + parity)]
 
     def invert(self, matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Raises ValueError if it cannot be inverted."""
+        """Returns the inverse of a matrix. Raises ValueError if it cannot be inverted."""
         size = len(matrix)
         given = (ctypes.c_ubyte * (size * size))(*(value for row in matrix for value in row))
         found = (ctypes.c_ubyte * (size * size))()
@@ -84,19 +84,19 @@ class Isal:
         return [list(found[row * size : (row + 1) * size]) for row in range(size)]
 
     def combine(self, target: int, weights: tuple[int, ...], sources: tuple[int, ...], length: int) -> None:
-        """target = sum of weight * source, over `length` bytes; addresses as integers."""
+        """Computes target = sum of weight * source, over `length` bytes; addresses as integers."""
         count = len(weights)
         self._encode(length, count, 1, self._tables(weights), _pointers(sources), _pointers((target,)))
 
     def add(self, target: int, weight: int, source: int, length: int) -> None:
-        """target += weight * source."""
+        """Computes target += weight * source."""
         self._library.ec_encode_data_update(
             length, 1, 1, 0, self._tables((weight,)), ctypes.c_void_p(source), _pointers((target,))
         )
 
     def crc64nvme(self, view: memoryview | bytes) -> str:
-        """CRC-64/NVME as the header `x-amz-checksum-crc64nvme` carries it; empty if this version of the
-        library has it not. Check value of "123456789": 0xAE8B14860A799888."""
+        """Returns CRC-64/NVME as in the header `x-amz-checksum-crc64nvme`; empty if the library lacks it.
+        Check value of "123456789": 0xAE8B14860A799888."""
         import numpy as np
 
         if self._crc64 is None:
@@ -117,7 +117,7 @@ def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def library() -> Isal:
-    """Raises LibraryMissing."""
+    """Returns ISA-L. Raises LibraryMissing."""
     found = _load()
     if isinstance(found, str):
         raise LibraryMissing(found)
@@ -125,13 +125,13 @@ def library() -> Isal:
 
 
 def is_here() -> bool:
-    """Whether ISA-L can be used."""
+    """Returns whether ISA-L can be used."""
     return isinstance(_load(), Isal)
 
 
 @functools.cache
 def _load() -> Isal | str:
-    """The library, or why there is none."""
+    """Returns the library, or why there is none."""
     try:
         files = metadata.files(_PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -149,19 +149,20 @@ def _load() -> Isal | str:
 
 
 MOST = 128
-"""Members and blocks of a group together."""
+"""The limit of members and blocks of a group together."""
 _FRAGMENT = 64 * 1024
 """Bytes that stay in the cache while XOR goes over several sources."""
 
 
 class NotRecoverable(ValueError):
-    """Fewer blocks are left than members are lost; the message says how many of each."""
+    """A group with fewer blocks left than members lost; the message gives both numbers."""
 
 
 @functools.lru_cache(maxsize=1024)
 def row(data: int, index: int) -> tuple[int, ...]:
-    """What each of `data` members is multiplied with in block `index`. Raises LibraryMissing if `index` > 0
-    and there is no ISA-L."""
+    """Returns the coefficients of `data` members in block `index`.
+    Raises ValueError if there is no such block, LibraryMissing if it is not the first and ISA-L is not here.
+    """
     if not 0 < data + index < MOST:
         raise ValueError(f"a group of {data} members has no block {index}")
     if index == 0:
@@ -174,7 +175,7 @@ def row(data: int, index: int) -> tuple[int, ...]:
 
 
 def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
-    """block += coefficient * piece, in place. Folding the same piece twice takes it out again."""
+    """Computes block += coefficient * piece, in place. A second call with the same piece undoes it."""
     import numpy as np
 
     target, source = _bytes(block)[: len(piece)], _bytes(piece)
@@ -186,19 +187,15 @@ def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
 
 @dataclass(frozen=True)
 class RebuildRecipe:
-    """A lost member is the sum of these, each times its weight: `members` by coding order, `blocks` by
-    index.
-    """
+    """A lost member as a weighted sum of `members`, by coding order, and `blocks`, by index."""
 
     members: Mapping[int, int]
     blocks: Mapping[int, int]
 
 
 def recipe(data: int, wanted: int, lost: Collection[int], blocks: Collection[int]) -> RebuildRecipe:
-    """How to get member `wanted` when all of `lost` (itself among them) are missing and `blocks` are at hand.
-
-    Uses the first blocks that suffice, so XOR where it can. Raises NotRecoverable; LibraryMissing.
-    """
+    """Returns how to rebuild member `wanted` when all of `lost` (itself among them) are missing.
+    Uses the first of `blocks` that suffice, so XOR where it can. Raises NotRecoverable; LibraryMissing."""
     missing = sorted(lost)
     chosen = sorted(blocks)[: len(missing)]
     if len(chosen) < len(missing):
@@ -227,8 +224,8 @@ def _sum_of_products(pairs: Sequence[tuple[int, int]]) -> int:
 
 
 def combine(target: memoryview, weights: Sequence[int], pieces: Sequence[memoryview]) -> None:
-    """target = sum of weight * piece, each byte of which is written once. What a piece is too short for
-    counts as zero."""
+    """Computes target = sum of weight * piece, and writes each byte once.
+    Bytes beyond the end of a piece count as zero."""
     out = _bytes(target)
     sources = [(weight, _bytes(piece)) for weight, piece in zip(weights, pieces, strict=True) if weight]
     begin = 0
@@ -239,8 +236,7 @@ def combine(target: memoryview, weights: Sequence[int], pieces: Sequence[memoryv
 
 
 class Adder:
-    """`combine` for the same few buffers again and again: their addresses are looked up once, not for every
-    fragment."""
+    """Combines the same few buffers repeatedly, with their addresses looked up only once."""
 
     def __init__(self, target: memoryview, weights: Sequence[int], buffers: Sequence[memoryview]) -> None:
         self._target, self._weights, self._buffers = target, tuple(weights), tuple(buffers)
@@ -248,7 +244,8 @@ class Adder:
         self._addresses = tuple(_address(_bytes(buffer)) for buffer in buffers)
 
     def add(self, begin: int, length: int, filled: Sequence[int]) -> None:
-        """`length` bytes of the target from `begin` on. `filled`: how many bytes of each buffer count."""
+        """Combines `length` bytes of the target from `begin` on.
+        `filled`: how many bytes of each buffer count."""
         if min(filled) >= length and is_here():
             library().combine(self._start + begin, self._weights, self._addresses, length)
         else:
@@ -265,7 +262,7 @@ def _combine(out: np.ndarray, weights: Sequence[int], sources: Sequence[np.ndarr
     elif set(weights) == {1}:
         _xor(out, sources)
     else:
-        library()  # says what is missing
+        library()  # raises an error that names the package
 
 
 def _xor(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:

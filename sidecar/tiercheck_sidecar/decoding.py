@@ -1,6 +1,6 @@
 """Decodes the protocol's messages and files strictly, from any thread.
 
-Sealed files tell whether a bit of them has changed.
+Sealed files have a checksum, which reveals any changed bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _encoder = Encoder()
 def decode(
     text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES, most_values: int | None = None
 ) -> T:
-    """The text has at most `most` bytes, and so many values. Raises Malformed, and nothing else."""
+    """Decodes at most `most` bytes and `most_values` values. Raises Malformed, and nothing else."""
     decoder = _decoders.get(cls)
     if decoder is None:
         # msgspec plans a class, and those in its fields, on first use. A second thread that meets a plan half
@@ -41,25 +41,25 @@ def decode(
 
 
 def encode(value: object) -> bytes:
-    """As `to_json`, an order of magnitude faster."""
+    """Encodes as `to_json` does, an order of magnitude faster."""
     return _encoder.encode(value)
 
 
 def decode_request(text: bytes) -> Request | NamedRequest:
-    """What a rank asks; its name alone if a newer library sent it. Raises Malformed."""
+    """Returns the request of a rank; its name alone if a newer library sent it. Raises Malformed."""
     named = decode(text, NamedRequest)
     kind = REQUESTS.get(named.op)
     return named if kind is None else decode(text, kind)
 
 
 def with_checksum(text: bytes) -> bytes:
-    """A file of `text` that `read_checked` reads."""
+    """Returns the content of a file of `text` that `read_checked` reads."""
     return text + _end_of(text)
 
 
 def read_checked(path: Path, cls: type[T], most: int = MOST_BYTES) -> T:
-    """What a file made by `with_checksum` says. Raises Malformed if it is none, or any bit of it has changed;
-    OSError."""
+    """Reads a file made by `with_checksum`.
+    Raises Malformed if it is none, or any bit of it has changed; OSError."""
     with open(open_plain(path), "rb") as reader:
         content = reader.read(most + 1)
     text = content[: -len(_end_of(b""))]

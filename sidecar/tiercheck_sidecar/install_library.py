@@ -1,4 +1,4 @@
-"""Brings the trainer's library into any training image, in an init container.
+"""Copies the trainer's library into any training image, in an init container.
 
 `python3 -m tiercheck_sidecar.install_library DEST`: the copy appears at DEST/tiercheck by one rename, so a
 container that is restarted half-way never leaves half a library behind.
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
+if __name__ == "__main__":  # PID 1 ignores a signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import shutil
@@ -21,7 +21,7 @@ from tiercheck import about
 
 
 def install(destination: Path) -> Path:
-    """Copy the `tiercheck` package to `destination`/tiercheck, replacing an older copy. Raises OSError."""
+    """Copies the `tiercheck` package to `destination`/tiercheck, replacing an older copy. Raises OSError."""
     source = Path(about.__file__).parent
     target = destination / "tiercheck"
     destination.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def install(destination: Path) -> Path:
 
 
 def _readable_by_all(root: Path) -> None:
-    """The trainer may run as another user."""
+    """Makes the copy readable by all, because the trainer may run as another user."""
     for folder, _, files in os.walk(root):
         os.chmod(folder, 0o755)
         for name in files:

@@ -1,13 +1,12 @@
 """Keeps what a pod leaves in the node's memory for the next pod of the same worker alone.
 
-Each sidecar has a folder named after its pod, in the folder of its job. A file in it says whose it is, and is
-locked as long as the process lives, so that anybody on the node can tell the dead from the living. A new pod
-takes over the sealed slots of its predecessors. Folders that nobody needs are removed by whoever comes by:
-sidecars of the same job, the init container of any later pod on the node, and a janitor where one is
-installed.
+Each sidecar has a folder named after its pod, in the folder of its job. A file in it names the worker, and is
+locked as long as the process lives, so that any process on the node can distinguish the dead from the living.
+A new pod takes over the sealed slots of its predecessors. Unused folders are removed by sidecars of the same
+job, the init container of any later pod on the node, and a janitor where one is installed.
 
 `python3 -m tiercheck_sidecar.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and sweeps
-all others; it is the init container's command. With `--watch` in place of a job it sweeps for ever: the
+all others; it is the init container's command. With `--watch` in place of a job it sweeps forever: the
 janitor's.
 """
 
@@ -17,7 +16,7 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
+if __name__ == "__main__":  # PID 1 ignores a signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import contextlib
@@ -40,24 +39,24 @@ log = logging.getLogger(__name__)
 
 OWNER = ".owner"
 _MOST_OWNER = 4096
-"""Bytes of that file."""
+"""Bytes of the largest owner file that is read."""
 _WATCH_EVERY = 60.0
 _JOB_MODE = 0o1777
-"""Of a job's folder: its sidecars run as users that only the pod template knows, and none may remove
-another's folder."""
+"""The mode of a job's folder.
+Its sidecars run as users that only the pod template defines; none may remove another's folder."""
 
 
 @dataclass(frozen=True)
 class FolderOwner:
-    """What the file `.owner` says. `claimed` is by the node's clock, unix seconds: the later one of two may
-    take from the other."""
+    """The content of the file `.owner`.
+    `claimed`: unix seconds of the node's clock. The later of two claims may take from the other."""
 
     worker: int
     claimed: float
 
 
 class FolderClaim:
-    """This process's folder, as long as it lives. Raises OSError if it cannot be had."""
+    """The claim of this process on its folder, until it ends. Raises OSError if it cannot be had."""
 
     def __init__(self, folder: Path, worker: int, now: float) -> None:
         self.folder = folder
@@ -68,7 +67,7 @@ class FolderClaim:
             folder.chmod(0o777)  # so that a janitor without capabilities can remove it
         if not is_plain(
             folder / OWNER
-        ):  # a trainer may put there what it likes, and this process must start all the same
+        ):  # a trainer may have put anything there, and this process must start all the same
             _remove(folder / OWNER)
         self._file = os.open(
             folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
@@ -80,12 +79,12 @@ class FolderClaim:
         self._write()
 
     def identify(self, worker: int) -> None:
-        """This has become another worker: its memory is for that one's next pod."""
+        """Records that this is another worker, so that the memory is for the next pod of that one."""
         self.owner = FolderOwner(worker, self.owner.claimed)
         self._write()
 
     def adopt(self) -> int:
-        """Move the sealed slots of the worker's earlier pods here, to be verified like one's own; how many.
+        """Moves the sealed slots of the worker's earlier pods here, to be verified; returns how many.
 
         The seal goes first. An owner that is still alive can then neither break it nor, without its path,
         write into the slot; what it had begun to overwrite has no seal any more, or fails verification.
@@ -106,11 +105,11 @@ class FolderClaim:
         return adopted
 
     def discard(self) -> None:
-        """Nobody will need it: the job is over."""
+        """Removes the folder, when the job is over."""
         _remove(self.folder)
 
     def close(self) -> None:
-        """Give the lock up, as the end of the process does."""
+        """Releases the lock, as the end of the process does."""
         os.close(self._file)
 
     def _take(self, slot: Path) -> bool:
@@ -132,8 +131,7 @@ class FolderClaim:
 
 
 def sweep_job(job: Path, keep: float, now: float) -> int:
-    """Remove folders of dead pods that nothing was written into for `keep` seconds, and what else lies there
-    for so long; how many."""
+    """Removes dead pods' folders and other files unchanged for `keep` seconds; returns how many."""
     removed = 0
     for path in _entries(job):
         with _dead(path) as dead:
@@ -144,7 +142,7 @@ def sweep_job(job: Path, keep: float, now: float) -> int:
 
 
 def sweep(base: Path, keep: float, now: float) -> int:
-    """The same for every job of the node, and the empty folders of jobs."""
+    """Does the same for every job of the node, and removes the empty folders of jobs."""
     removed = 0
     for job in _folders(base):
         removed += sweep_job(job, keep, now)
@@ -155,7 +153,7 @@ def sweep(base: Path, keep: float, now: float) -> int:
 
 
 def prepare(base: Path, job_uid: str) -> None:
-    """The folder of a job, writable for its sidecars. Raises OSError."""
+    """Makes the folder of a job, writable for its sidecars. Raises OSError."""
     folder = base / job_uid
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(_JOB_MODE)
@@ -175,10 +173,10 @@ def _folders(parent: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _dead(folder: Path) -> Iterator[bool]:
-    """Whether no process has claimed the folder; none can while this lasts."""
+    """Yields whether no process has claimed the folder; none can while this lasts."""
     try:
         file = open_plain(folder / OWNER)
-    except (FileNotFoundError, NotPlain):  # nobody's claim: those are plain files in folders
+    except (FileNotFoundError, NotPlain):  # no claim: those are plain files in folders
         yield True
         return
     except OSError:
@@ -204,8 +202,8 @@ def _read(folder: Path) -> FolderOwner | None:
 
 
 def _remove(path: Path) -> None:
-    """A folder or whatever lies there, as far as it can be. What another job's trainer made of it stops
-    nobody."""
+    """Removes a folder or a file, as far as possible.
+    What another job's trainer made of it must not stop a sweep."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -218,8 +216,8 @@ def _remove(path: Path) -> None:
 
 
 def _newest(path: Path, latest: float) -> float:
-    """When anything was last written: every snapshot leaves a new seal. A date after `latest` is no date:
-    whoever owns a file gives it any."""
+    """Returns when anything was last written: every snapshot leaves a new seal.
+    A date after `latest` does not count: the owner of a file can set any."""
     times = [0.0]
     for each in [path, *([] if path.is_symlink() else _entries(path))]:
         with contextlib.suppress(OSError):
@@ -228,7 +226,7 @@ def _newest(path: Path, latest: float) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """0; 1 if the folder cannot be made; 2 if the command line is wrong."""
+    """Returns 0; 1 if the folder cannot be made; 2 if the command line is wrong."""
     log_redacted()
     try:
         base, what, keep = Path(arguments[0]), arguments[1], float(arguments[2])

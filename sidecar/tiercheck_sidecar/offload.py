@@ -1,7 +1,7 @@
-"""Lists the remote tier, brings the versions to it that the coordinator names, and reads them again.
+"""Lists the remote tier, uploads the versions that the coordinator names, and reads them again.
 
-What is brought takes no more than the rate that the job allows. Worker 0 also tries the tier out before it
-counts, writes the manifest, once every rank's object is there, and forgets what is older than the job keeps.
+Uploads take no more than the rate that the job allows. Worker 0 also tests the store before it is relied on,
+writes the manifest once every rank's object is there, and deletes what is older than the job keeps.
 """
 
 from __future__ import annotations
@@ -39,32 +39,31 @@ from tiercheck_sidecar.remote import (
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 
 _LISTED = 3
-"""Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
+"""The number of versions listed for a restore: the newest, and some in case that one is damaged."""
 
 
 class JobStore:
-    """The job's folder in the remote tier, opened once by whatever needs it first: the upload or a restore.
-    Thread-safe."""
+    """The job's folder in the remote tier, opened once, at its first use. Thread-safe."""
 
     def __init__(self, config: SidecarConfig, make: Callable[[], RemoteStore] | None = None) -> None:
-        """`make`: opens another store than the one that the job names."""
+        """`make` opens another store than the one that the job names."""
         self._config, self._make = config, make or self._open
         self._lock = threading.Lock()
         self._store: RemoteStore | None = None
 
     @property
     def is_configured(self) -> bool:
-        """Whether the job has a remote tier."""
+        """Returns whether the job has a remote tier."""
         return self._config.remote is not None
 
     def get(self) -> RemoteStore:
-        """The store; `close` ends what it does. Raises RemoteConfigError."""
+        """Returns the store; `close` ends what it does. Raises RemoteConfigError."""
         with self._lock:
             self._store = self._store or self._make()
             return self._store
 
     def close(self) -> None:
-        """Whatever the store does ends."""
+        """Ends whatever the store does."""
         if self._store is not None:
             self._store.close()
 
@@ -84,10 +83,10 @@ class RemoteSource(ArtifactSource):
         self._described: dict[Artifact, RankArtifact] = {}
 
     def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
-        """The newest snapshots of `rank` up to `version` that the history accepts."""
+        """Returns the newest snapshots of `rank` up to `version` that the history accepts."""
         directive = self._state.directive
         assert directive is not None
-        with self._lock:  # what follows reads anew what describes them
+        with self._lock:  # their descriptions are read again below
             self._described = {each: known for each, known in self._described.items() if each.rank != rank}
         with self._opened() as store:
             usable = [
@@ -121,7 +120,7 @@ class RemoteSource(ArtifactSource):
             yield OpenArtifact(Seal(rank, version, world_size, Tier.LOCAL, digests), read)
 
     def _manifest(self, store: RemoteStore, version: Version) -> Manifest:
-        """All local ranks ask for the same few."""
+        """Returns a manifest; it is kept, because all local ranks ask for the same few."""
         with self._lock:
             known = self._manifests.get(version)
         if known is None:
@@ -132,7 +131,7 @@ class RemoteSource(ArtifactSource):
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[RemoteStore]:
-        """The store, its errors in the words of a restore."""
+        """Yields the store, with its errors as those of a source."""
         if not self._stores.is_configured:
             raise SourceFailed("the job has no remote tier")
         try:
@@ -147,36 +146,39 @@ log = logging.getLogger(__name__)
 
 _LIST_EVERY = 30.0
 _NOT_SAFE = "RemoteNotSafe"
-"""Reason of the problem that the store does not keep a promise that is relied on. It lasts; other troubles of
-the store come and go."""
+"""Reason of the problem that the store breaks a guarantee that is relied on.
+It lasts; other troubles of the store come and go."""
 _EXAMINATIONS = 3
-"""Times that a store is tried out, if it could not be to the end."""
+"""The maximum number of tests of a store, if they cannot be completed."""
 
 
 class RemoteListing:
-    """Used by one thread."""
+    """Lists the remote tier. Used by one thread."""
 
     def __init__(self, state: SidecarState, tell_stored: Callable[[tuple[Version, ...]], None]) -> None:
-        """`tell_stored`: tells the coordinator what worker 0 has found."""
+        """`tell_stored` reports to the coordinator what worker 0 has found."""
         self._state, self._tell_stored = state, tell_stored
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
         self._listed_as: int | None = None
-        """Which worker this was then."""
+        """The number of this worker at that time."""
         self._worlds: dict[Version, int] = {}
-        """By how many ranks each stored version was made, 0 if that cannot be read."""
+        """The number of ranks of each stored version, 0 if that cannot be read."""
         self._examinations = 0
         self._broken: dict[str, str] = {}
-        """What was found when the store was tried out, by the name of the check."""
+        """The failures in the test of the store, by the name of the check."""
 
     def look_again(self) -> None:
-        """The store was in trouble: what this worker knows of it counts no more."""
+        """Discards the last listing, after an error of the store."""
         self._listed_at = None
 
     def list_when_due(self, store: RemoteStore, verdict: TierVerdict | None, *, announced: bool) -> None:
-        """Each sidecar at its start, so that it is known whether its node reaches the store; later only
-        worker 0, who tells the others, once this attempt is `announced` in the store: one before it may
-        still delete what is listed until then."""
+        """Lists the store if that is due.
+
+        Each sidecar does so at its start, to find out whether its node reaches the store. Later only worker 0
+        does, and informs the others once this attempt is `announced` in the store: until then an earlier one
+        may still delete what is listed.
+        """
         now = time.monotonic()
         self._tell_broken(store)
         mark = verdict.watermarks.remote if verdict else None
@@ -198,21 +200,21 @@ class RemoteListing:
             self._examine(store)
 
     def learn_attempts(self, store: RemoteStore) -> None:
-        """Learn of newer attempts that are announced in the store."""
+        """Records newer attempts that are announced in the store."""
         state = self._state
         for told in store.newest_attempts(state.config.job_uid, state.newest_attempt.attempt):
             state.learn(told)
 
     def publish(self, store: RemoteStore, versions: tuple[Version, ...], *, announced: bool = True) -> None:
-        """The store holds these versions."""
+        """Publishes the versions that the store holds."""
         self._found(versions, self._ranks_of(store, versions))
-        # What another one found long ago is no more true when it takes that place.
+        # What another worker had found would be outdated when it becomes worker 0.
         if announced and self._state.config.worker == 0:
             self._tell_stored(versions)
 
     def _examine(self, store: RemoteStore) -> None:
-        """Once, by one worker: what the store does not do as it should is said before it does harm. Nothing
-        is left undone for it."""
+        """Tests the store, at one worker, to report its faults before they do harm.
+        Faults do not stop the use of it."""
         findings = list(store.examine())
         for finding in findings:
             log.log(
@@ -228,14 +230,14 @@ class RemoteListing:
         )
 
     def _tell_broken(self, store: RemoteStore) -> None:
-        """What the store showed when it was tried out comes before what is seen while it is used."""
+        """Publishes failures of the store: those of the test override those seen in use."""
         seen = store.shortcomings | self._broken
         told = " ".join(f"{name}: {message}" for name, message in seen.items() if message)
         self._state.problem(_NOT_SAFE, told)
 
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
-        """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads
-        them, each once."""
+        """Returns the number of ranks of each version.
+        Manifests name every rank, so one worker of the job reads them, each once."""
         if self._state.config.worker not in (0, SPARE):  # a spare may yet become worker 0
             return ()
         for version in set(versions) - set(self._worlds):
@@ -254,8 +256,8 @@ class RemoteListing:
 
 _BACKOFF = (0.5, 15.0)
 _ISOLATED = 60.0
-"""Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has
-probably moved on."""
+"""Seconds without contact to the controller or any peer, after which uploads stop.
+The job has probably moved on."""
 _LONELY = (
     "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. "
     "Check the node's network"
@@ -263,7 +265,7 @@ _LONELY = (
 
 
 class Uploader:
-    """Thread-safe; `run` is one thread. Does nothing where the job has no remote tier."""
+    """Uploads the named versions, if the job has a remote tier. Thread-safe; `run` is one thread."""
 
     def __init__(
         self,
@@ -273,16 +275,16 @@ class Uploader:
         inventory: RemoteListing,
         due_manifest: Callable[[], Manifest | None],
     ) -> None:
-        """`due_manifest`: the one to write now, if there is one; the coordinator knows."""
+        """`due_manifest` returns the coordinator's manifest to write, if there is one."""
         self._state, self._vault, self._stores = state, vault, stores
         self._inventory, self._due_manifest = inventory, due_manifest
         self._lock = threading.Lock()
         self._uploaded: dict[int, RankArtifact] = {}
         self._announced = 0
-        """The attempt that this worker has made known in the remote tier."""
+        """The attempt that this worker has announced in the remote tier."""
 
     def uploaded(self, rank: int, verdict: TierVerdict | None) -> tuple[RankArtifact, ...]:
-        """The rank's upload of the version that is wanted now, if it is done."""
+        """Returns the rank's upload of the version to upload, if it is done."""
         with self._lock:
             artifact = self._uploaded.get(rank)
         return (artifact,) if artifact and verdict and artifact.version == verdict.upload else ()
@@ -335,8 +337,10 @@ class Uploader:
             self._commit(store, directive, manifest)
 
     def _is_ours(self, store: RemoteStore, directive: Directive) -> bool:
-        """Whether no newer attempt has announced itself. Asked before anything that readers could see is made
-        or deleted: the versions of the next attempt must not be pushed out by ours, which nobody will read.
+        """Returns whether no newer attempt has announced itself.
+
+        It is called before anything that readers could see is made or deleted: the versions of the next
+        attempt must not be pushed out by this one's, which no reader will use.
         """
         self._inventory.learn_attempts(store)
         return not self._state.fenced and self._state.attempt == directive.attempt
@@ -344,7 +348,7 @@ class Uploader:
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         done = {rank for rank, artifact in self._uploaded.items() if artifact.version == version}
         due = [rank for rank in self._vault.ranks if rank not in done]
-        # Once for all ranks: what an attempt that is over uploads is seen by nobody before there is a
+        # Once for all ranks: what an attempt that is over uploads cannot be seen before there is a
         # manifest.
         if not due or not self._is_ours(store, directive):
             return
@@ -357,7 +361,7 @@ class Uploader:
                     limit = directive.policy.remote_bandwidth
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
-                # What has rotted is no longer held: the coordinator learns that, and names another version.
+                # What has rotted is not held any more: the coordinator learns it and names another version.
                 self._vault.evict_if_bad(self._state, seal.artifact, Tier.LOCAL)
                 raise
             except NotHeld:

@@ -1,6 +1,6 @@
-"""Bounds the bandwidth of uploads and copies, and tells when the kernel bounds this sidecar's CPU.
+"""Bounds the bandwidth of uploads and copies, and detects CPU throttling of this sidecar.
 
-Training keeps its network by a token bucket in its time-based form: instead of counting tokens it remembers
+Training keeps its network by a token bucket in its time-based form: instead of counting tokens it records
 when the bytes already granted will be paid for. A piece of any size is granted as soon as the ones before it
 are paid, so a piece may exceed a second's worth.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BURST_SECONDS = 0.25
-"""Unused time that may be made up for, so that small objects after a pause are not delayed."""
+"""Seconds of unused time to be made up for, so that small objects after a pause are not delayed."""
 
 SMALLEST_PIECE = 64 * 1024
 """Bytes below which pacing would cost more than it gives."""
@@ -44,18 +44,18 @@ class TokenBucket:
 
     @property
     def rate(self) -> int | None:
-        """Bytes per second; None: no limit."""
+        """Returns the bytes per second; None: no limit."""
         return self._rate
 
     def set_rate(self, rate: int | None) -> None:
-        """Change the limit for what is granted from now on. Raises ValueError if `rate` is not positive."""
+        """Changes the limit for what is granted from then on. Raises ValueError if `rate` is not positive."""
         if rate is not None and rate <= 0:
             raise ValueError(f"a bandwidth is a positive number of bytes per second, not {rate}")
         with self._lock:
             self._rate = rate
 
     def take(self, size: int) -> None:
-        """Return when `size` bytes may be sent."""
+        """Returns when `size` bytes may be sent."""
         with self._lock:
             now = self._clock()
             start = max(self._paid_at, now - BURST_SECONDS)
@@ -71,8 +71,7 @@ class TokenBucket:
 class Portion:
     """A share of a bucket for one kind of traffic, which asks for `seconds` worth of bytes at a time.
 
-    Whoever asks for more at once gets a larger part of a bucket that is short: places in its queue are per
-    request.
+    Larger requests get a larger part of a bucket that is short, because places in its queue are per request.
     """
 
     def __init__(self, bucket: TokenBucket, seconds: float) -> None:
@@ -80,27 +79,26 @@ class Portion:
 
     @property
     def piece(self) -> int | None:
-        """How many bytes to ask for at once; None: it does not matter."""
+        """Returns the number of bytes to ask for at once; None: it does not matter."""
         rate = self._bucket.rate
         return None if rate is None else max(SMALLEST_PIECE, int(rate * self._seconds))
 
     def take(self, size: int) -> None:
-        """Return when `size` bytes may be sent."""
+        """Returns when `size` bytes may be sent."""
         self._bucket.take(size)
 
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container sees its own cgroup."""
+"""The path at which a container sees its own cgroup."""
 EVERY = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 _WINDOW = 60.0
 _MUCH, _LITTLE = 0.25, 0.1
-"""Parts of the periods of the window: from the one on a problem is stated, below the other it is withdrawn.
-"""
+"""Shares of the window's periods: from the first on a problem is stated, below the other withdrawn."""
 _LEAST = 50
-"""Periods in which it had work, usually of 0.1 s each; of fewer nothing is concluded."""
+"""The number of periods with work, usually of 0.1 s each, below which nothing is concluded."""
 _MOST_HANDS = 16
-"""Fewer fill the memory's bandwidth."""
+"""The limit of threads; fewer already use the memory's bandwidth."""
 _V2, _V1 = ("cpu.stat", "cpu.max"), ("cpu.stat", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 _V1_FOLDERS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 
@@ -110,22 +108,22 @@ class CpuStat:
     """The kernel's counters, which only grow."""
 
     periods: int
-    """In which there was work and a limit."""
+    """The number of periods with work and a limit."""
     throttled: int
-    """Of these, in which the limit was used up."""
+    """The number of these in which the limit was used up."""
     limit: float | None = None
     """Cores; None: not known."""
 
 
 class ThrottleWatch:
-    """Used by one thread."""
+    """Detects that the kernel throttles this sidecar. Used by one thread."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, CpuStat]] = deque()
         self._stated = False
 
     def look(self, now: float, stat: CpuStat | None) -> str:
-        """What to state as a problem; empty: nothing. `stat`: None if there is no limit."""
+        """Returns the problem to state; empty: none. `stat`: None if there is no limit."""
         if stat is None:
             self._seen.clear()
             return ""
@@ -148,15 +146,15 @@ class ThrottleWatch:
 
 
 def spare_hands(folder: Path) -> int:
-    """How many threads may be busy for long: as many as there are cores, but no more than half of the limit
-    of the cgroup at `folder`, or the kernel would hold up all the others."""
+    """Returns how many threads may be busy for long: one per core, or half of the cgroup's CPU limit.
+    With more, the kernel would hold up all other threads."""
     stat, cores = read_cpu_stat(folder), len(os.sched_getaffinity(0))
     limit = stat.limit if stat is not None else None
     return max(1, min(_MOST_HANDS, cores if limit is None else int(limit / 2)))
 
 
 def read_cpu_stat(folder: Path) -> CpuStat | None:
-    """Of the cgroup at `folder`, v2 or v1. None: there is no limit, or nothing can be read."""
+    """Reads the counters of the cgroup at `folder`, v2 or v1; None: no limit, or nothing can be read."""
     if (folder / _V2[0]).is_file():
         quota, period = _words(folder / _V2[1], 2)
         return _stat(folder / _V2[0], quota, period)
@@ -180,7 +178,7 @@ def _stat(path: Path, quota: str, period: str) -> CpuStat | None:
 
 
 def _words(path: Path, count: int) -> list[str]:
-    """The file's words; empty ones if it cannot be read."""
+    """Returns the file's words; empty ones if it cannot be read."""
     try:
         found = path.read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs the sidecar's threads: a loop begins again after an error that nobody thought of.
+"""Runs the sidecar's threads, and restarts a loop after an unexpected error.
 
 A loop that dies again and again ends the process instead: what it holds lies in the memory volume, and the
 next process finds it.
@@ -22,22 +22,23 @@ from tiercheck.supervised import REMEMBERED, begin, describe, supervise
 log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "InternalError"
-"""Reason of the problem that something failed in a way that nobody thought of."""
+"""Reason of the problem that something failed in an unexpected way."""
 MOST_DEATHS = 10
-"""Of one vital loop in the last `REMEMBERED` seconds, then the process ends. With the pauses in between that
-takes three minutes."""
+"""The number of failures of a vital loop within `REMEMBERED` seconds that ends the process.
+With the pauses in between that takes three minutes."""
 _ADVICE = "Training goes on. The log of this sidecar has the details: please report them"
 
 _FIRST, _LONGEST = 0.05, 1.0
-"""Seconds until the next try; what waits to be accepted meanwhile stays in the kernel's queue."""
+"""Seconds until the next try; connections wait in the kernel's queue meanwhile."""
 _UNUSABLE = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
-"""Of the listener itself: no next try will be better."""
+"""Errors of the listener itself, which a next try would meet again."""
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""Of this process or machine, and so worth telling; all others are troubles of the one who calls."""
+"""Errors of this process or machine, which are reported; all others concern one client only."""
 
 
 class Threads:
-    """Thread-safe. `changed` is called when there is a new problem; `end` ends the process."""
+    """Runs and supervises threads. Thread-safe.
+    `changed` is called when there is a new problem; `end` ends the process."""
 
     def __init__(
         self,
@@ -52,9 +53,8 @@ class Threads:
         self._troubles: dict[str, tuple[float, str]] = {}
 
     def loop(self, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
-        """A thread that runs `body` until it returns. `vital`: without it nothing is kept or restored, so the
-        process ends if it keeps dying. Raises RuntimeError if the system gives no thread.
-        """
+        """Runs `body` in a thread until it returns. Raises RuntimeError if the system gives no thread.
+        `vital`: without it nothing is kept or restored, so the process ends if it keeps dying."""
 
         def died(error: BaseException, deaths: int) -> None:
             log.error("the loop %s failed, %d times by now", name, deaths, exc_info=error)
@@ -73,14 +73,14 @@ class Threads:
         body: Callable[[], None],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """A thread for one connection, which is closed however `body` ends; at once, after `undo`, if the
-        system gives no thread."""
+        """Serves one connection in a thread, and closes it however `body` ends.
+        If the system gives no thread, closes it at once, after `undo`."""
 
         def run() -> None:
             try:
                 with contextlib.closing(connection):
                     body()
-            except BaseException:  # the other side comes again
+            except BaseException:  # the other side reconnects
                 log.exception("a connection of %s is closed", name)
 
         try:
@@ -94,13 +94,13 @@ class Threads:
             )
 
     def trouble(self, name: str, what: str) -> None:
-        """Something of `name` went wrong: a clause. It is told for a while."""
+        """Reports for a while that something of `name` went wrong: a clause."""
         with self._lock:
             self._troubles[name] = (self._clock(), what)
         self._changed()
 
     def problems(self) -> tuple[Problem, ...]:
-        """What went wrong lately."""
+        """Returns what went wrong lately, as one problem."""
         with self._lock:
             now = self._clock()
             self._troubles = {
@@ -113,19 +113,19 @@ class Threads:
         return (Problem(INTERNAL_ERROR, f"{'; '.join(told[:3])}{more}. {_ADVICE}"),)
 
     def pause(self, seconds: float) -> bool:
-        """Wait; False if the sidecar stops."""
+        """Waits; returns False if the sidecar stops."""
         return not self._stopped.wait(seconds)
 
     def stop(self) -> None:
-        """Nothing that dies from here on begins again."""
+        """Stops the restart of loops that die from then on."""
         self._stopped.set()
 
 
 def incoming(
     name: str, listener: socket.socket, threads: Threads, stopped: Callable[[], bool]
 ) -> Iterator[socket.socket]:
-    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody
-    stopped it."""
+    """Yields each new connection, until `stopped`.
+    Raises OSError if the listener cannot be used, although it was not stopped."""
     wait = _FIRST
     while not stopped():
         try:

@@ -1,7 +1,7 @@
 """Tags an artifact when it is sealed, and checks the tags of every chunk that arrives.
 
-A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token:
-it is AES-256-GMAC (NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact
+A digest detects what changed by accident. A tag also detects any change made without the job's token: it is
+AES-256-GMAC (NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact
 alone. That key comes from the token, from what the artifact is, and from a fresh salt (HKDF, RFC 5869). So no
 chunk passes for that of another place, artifact, attempt or job, and what is sealed twice never uses a key
 and a nonce again.
@@ -46,42 +46,43 @@ class Tagger:
     """Makes and checks the tags of one artifact under one salt. Thread-safe."""
 
     def __init__(self, token: str, job_uid: str, artifact: Artifact, salt: str | None = None) -> None:
-        """Without a `salt`, a fresh one."""
+        """Uses a fresh salt if there is no `salt`."""
         self.salt = secrets.token_hex(_KEY) if salt is None else salt
         said = to_json(["artifact", job_uid, artifact])
         self._key = AES(HKDF(SHA256(), _KEY, self.salt.encode(), said).derive(token.encode()))
 
     def running(self, index: int, wanted: str = "") -> ChunkTag:
-        """For a chunk that comes piece by piece, and was sealed with `wanted`, if that is known."""
+        """Returns the tag of a chunk that comes piece by piece.
+        `wanted`: the tag that it was sealed with, if that is known."""
         return ChunkTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))), wanted)
 
 
 class ChunkTag:
-    """One tag in the making, to compare with the one that was sealed."""
+    """A tag that is being computed, to compare it with the one that was sealed."""
 
     def __init__(self, cipher: Cipher[GCM] | None = None, wanted: str = "") -> None:
-        """Without a `cipher` nothing is what was sealed: nobody told the tag."""
+        """Matches nothing if there is no `cipher`, because the tag is not known then."""
         self._context, self._wanted = cipher.encryptor() if cipher is not None else None, wanted
         self.update: Callable[[memoryview], None] = (
             self._context.authenticate_additional_data if self._context is not None else lambda _: None
         )
 
     def hex(self) -> str:
-        """Once, after the last piece."""
+        """Returns the tag. Called once, after the last piece."""
         if self._context is None:
             return ""
         self._context.finalize()
         return self._context.tag.hex()
 
     def fits(self) -> bool:
-        """Whether what was seen is what was sealed. Once, after the last piece."""
+        """Returns whether the tag is the one that was sealed. Called once, after the last piece."""
         found = self.hex()
         return bool(found) and hmac.compare_digest(found.encode(), self._wanted.encode())
 
 
 def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Tags | None]:
-    """Digests of all chunks of `view`, and their tags if there is a `tagger`: both while a piece is in the
-    cache."""
+    """Returns the digests of all chunks of `view`, and their tags if there is a `tagger`.
+    Both are computed while a piece is in the cache."""
     if tagger is None:
         return digest(view), None
     digests, tags = [], []
@@ -98,8 +99,7 @@ def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Ta
 
 
 def is_well_described(digests: Digests | None, tags: Tags | None) -> bool:
-    """Whether sizes and the numbers of digests and tags belong together: what a stranger's message must prove
-    first."""
+    """Returns whether sizes and numbers of digests and tags match, to be checked first in a message."""
     if digests is None or not is_well_formed(digests):
         return False
     return tags is None or (

@@ -1,1 +1,1 @@
-"""Integrations make frameworks that own the loop call Checkpointer at the right places."""
+"""Integrates Checkpointer with frameworks that own the training loop."""

@@ -1,4 +1,4 @@
-"""Brings a transformers Trainer back in the middle of an epoch, bit for bit.
+"""Resumes a transformers Trainer in the middle of an epoch, bit for bit.
 
     from tiercheck.integrations.huggingface import Resumable
 
@@ -8,7 +8,7 @@
     MyTrainer(model, TrainingArguments(...)).train()
 
 It is no TrainerCallback, because none is called before the Trainer has decided in which epoch and at which
-batch it begins, nor after the evaluation of a step, whose random numbers belong to the step too. When another
+batch it begins, nor after the evaluation of a step (its random numbers belong to the step). When another
 rank of a job is lost, the Trainer's `train` is called again in the same process, with the model and the
 optimizer that are there. Needs transformers 5 (the methods in `_NEEDED`).
 """
@@ -41,15 +41,15 @@ _NEEDED = (
     "get_total_train_batch_size",
 )
 _RESUMED = "tiercheck"
-"""Stands for the folder that the Trainer would have loaded a checkpoint from."""
+"""The placeholder for the folder that the Trainer would have loaded a checkpoint from."""
 _COMPARED = (
     "max_grad_norm", "lr_scheduler_type", "warmup_", "optim", "label_smoothing", "neftune", "max_steps",
     "num_train_epochs", "seed", "data_seed", "bf16", "fp16", "gradient_accumulation_steps",
     "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
-"""How the names of arguments begin whose change is told here. Checkpointer tells those of the optimizer."""
+"""The prefixes of arguments that are compared here. Checkpointer compares those of the optimizer."""
 _LIVING = ("model", "model_wrapped", "optimizer", "lr_scheduler", "_created_lr_scheduler")
-"""What `train` leaves in a Trainer and would find in it again."""
+"""The attributes that `train` leaves in a Trainer and would find in it again."""
 
 if TYPE_CHECKING:
     from typing import Any as _Trainer  # transformers.Trainer, or a subclass of it
@@ -58,7 +58,7 @@ else:
 
 
 class Resumable(_Trainer):  # type: ignore[misc]
-    """Put before the Trainer class among the bases.
+    """Makes a Trainer resumable. It comes before the Trainer class among the bases.
 
     `checkpointing`: arguments of Checkpointer (`every`, `folder`, `keep`, `run`, `sanity_gate`; more for
     `state`). `keeps_own_checkpoints`: False leaves out what `save_strategy` asks for; `save_model` still
@@ -95,8 +95,11 @@ class Resumable(_Trainer):  # type: ignore[misc]
         return result
 
     def _train(self, before: dict[str, Any], arguments: Any, named: Any) -> Any:
-        """Call the Trainer's own `train`. `before`: this Trainer as it was at the first call: what that one
-        counted and opened, a new process would not have."""
+        """Calls the Trainer's own `train`.
+
+        `before`: this Trainer as it was at the first call: what that one counted and opened, a new process
+        would not have.
+        """
         living = {name: value for name, value in self.__dict__.items() if name in _LIVING}
         if (handle := self.__dict__.get("neftune_hook_handle")) is not None:
             handle.remove()
@@ -108,7 +111,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         return super().train(*arguments, **named)
 
     def _find(self) -> Found:
-        """The version that this `train` continues from: after a batch size that did not fit, its own last."""
+        """Finds the version to continue from: after a batch size that did not fit, that of this `train`."""
         if self.checkpointer is not None:
             self.checkpointer.close()
         return find(self.checkpointing.get("folder"), self.checkpointing.get("keep", 2), self._run)
@@ -133,7 +136,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         return self._epoch, self._kept["batches"]
 
     def _find_position(self, max_steps: int, steps_per_epoch: int) -> tuple[int, int]:
-        """The epoch, and the batches of it that are done, told if they are of other sizes than today's."""
+        """Returns the epoch and its batches that are done, converted if they had another size."""
         kept, step, accumulation = self._kept, self.state.global_step, self.args.gradient_accumulation_steps
         if "epoch" not in kept:
             log.warning("the version of step %d has no position in the data: it is taken from the step", step)
@@ -196,7 +199,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
 
     @property
     def _batches(self) -> int:
-        """Batches of the epoch that are done, as the Trainer counts them."""
+        """Returns the number of batches of the epoch that are done, as the Trainer counts them."""
         done: int = round((self.state.epoch - self._epoch) * self._steps_in_epoch)
         return max(0, done)
 
@@ -208,12 +211,12 @@ class Resumable(_Trainer):  # type: ignore[misc]
         return self._stopped or step >= most
 
     def _describe_begin(self) -> dict[str, Any]:
-        """What the order of an epoch's samples follows from, before it is decided."""
+        """Returns what the order of an epoch's samples depends on, before it is decided."""
         drawn = {name: user_state.generator_state(each) for name, each in _generators(self._loader).items()}
         return {"random": user_state.random_state(), "generators": drawn, "workers": self._has_workers}
 
     def _begin_again(self) -> None:
-        """The epoch begins as it once did; what was drawn since, `_load_rng_state` puts back after it."""
+        """Begins the epoch as it once began; `_load_rng_state` then puts back what was drawn since."""
         if (began := self._kept.get("began")) is None:
             self._began = self._describe_begin()
             return
@@ -237,7 +240,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         self._short = self._kept["batches"] % self.args.gradient_accumulation_steps
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *more: Any, **named: Any) -> Any:
-        # The first step after another accumulation may have some of its batches behind it.
+        # The first step after a change of accumulation may have done some of its batches.
         short, self._short = self._short, 0
         return super().get_batch_samples(epoch_iterator, num_batches - short, *more, **named)
 
@@ -270,7 +273,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         self._put_back_losses()  # of a training that has no epoch left
         if self.checkpointer is not None:
             self.checkpointer.wait()  # before the best model takes the place of the last
-        # Loss, time and speed are those of the whole training, and not of its last life.
+        # Loss, time and speed are those of the whole training, and not of its last run.
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds)
 
     def _end_step(self) -> None:
@@ -285,7 +288,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
 
 
 class _TrainerState:
-    """What a Trainer knows of its own progress: position, history, best metric, losses not yet logged."""
+    """The Trainer's own progress: position, history, best metric, losses not yet logged."""
 
     def __init__(self, trainer: Resumable) -> None:
         self._trainer = trainer
@@ -320,7 +323,7 @@ class _TrainerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["state"].items():
-            # How long this training is, its arguments say: they may be others than before.
+            # The arguments set the length of this training: they may be others than before.
             if name not in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"):
                 setattr(self._trainer.state, name, value)
         best = self._trainer.state.best_model_checkpoint
@@ -341,14 +344,13 @@ class _TrainerState:
         self._trainer._losses = state["losses"]
 
     def _stateful(self) -> list[tuple[str, Any]]:
-        """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the
-        names of their classes."""
+        """Returns stateful callbacks (`ExportableState`), such as EarlyStoppingCallback, by class name."""
         known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
         return [pair for pair in known if hasattr(pair[1], "state") and hasattr(pair[1], "from_state")]
 
 
 def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
-    """What position and hyper-parameters follow from, by the names that their change is told by."""
+    """Returns what position and hyper-parameters depend on, by the names that report their change."""
     length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
     known = ((name, getattr(value, "value", value)) for name, value in vars(trainer.args).items())
     return {
@@ -361,24 +363,24 @@ def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
 
 
 def _samples_per_batch(trainer: Any) -> int:
-    """Of all ranks."""
+    """Returns the number of samples in a batch of all ranks together."""
     total: int = trainer.get_total_train_batch_size(trainer.args)
     accumulation: int = trainer.args.gradient_accumulation_steps
     return max(1, total // accumulation)
 
 
 def _base(loader: Any) -> Any:
-    """The DataLoader itself: Accelerate has an object around it."""
+    """Returns the DataLoader itself: Accelerate has an object around it."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def _draw_no_seed(loader: Any) -> None:
-    """Its next iterator makes workers, where an undisturbed run had them: their seed is drawn elsewhere."""
+    """Keeps the next iterator from drawing a seed for its workers, which an undisturbed run had already."""
     _base(loader).generator = torch.Generator()
 
 
 def _generators(holder: Any, name: str = "") -> dict[str, Any]:
-    """Generators of random numbers that a loader, its samplers and its dataset keep, by their paths."""
+    """Returns the random generators that a loader, its samplers and its dataset keep, by their paths."""
     found: dict[str, Any] = {}
     for attribute, value in getattr(_base(holder), "__dict__", {}).items():
         path = f"{name}.{attribute}"

@@ -1,4 +1,4 @@
-"""Brings a Lightning Trainer back in the middle of an epoch, bit for bit.
+"""Resumes a Lightning Trainer in the middle of an epoch, bit for bit.
 
     Trainer(callbacks=[TierCheck(every=50)], enable_checkpointing=False).fit(model, loader)
 
@@ -36,11 +36,11 @@ except ModuleNotFoundError:  # the same under its other name
     from pytorch_lightning import callbacks, strategies
 
 _ON_THEIR_WAY = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks that change model or optimizers while they train, so that an older version may not fit them."""
+"""The callbacks that change model or optimizers in training, so that an older version may not fit."""
 
 
 class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
-    """`every`, `folder`, `keep`, `run`, `sanity_gate`, `state`: as for Checkpointer."""
+    """Saves and restores a Trainer. The arguments are as for Checkpointer."""
 
     def __init__(
         self,
@@ -57,16 +57,16 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
         self._validates = False
-        """Whether a validation is under way that belongs to the step."""
+        """True while a validation runs that belongs to the step."""
         self.metrics: dict[str, Any] = {}
-        """What was logged until the last validation or epoch, for schedules and callbacks that monitor it."""
+        """The metrics logged up to the last validation or epoch, for schedules and callbacks."""
         self.between_epochs = False
-        """Whether a step is kept of which Lightning's loops have yet to begin their epoch."""
+        """True while the step that is saved or restored lies between two epochs of Lightning's loops."""
         self.logged: dict[str, list[Any]] = {}
-        """What was logged of the epoch before the restore, and not since: sum, and number of samples."""
+        """The metrics logged in the epoch before the restore, and not since: sum, and number of samples."""
         self.checkpointer: Checkpointer | None = None
         self._before: list[tuple[Any, dict[str, Any]]] = []
-        """Other callbacks and the Trainer, with the attributes that they had before the loops began."""
+        """The other callbacks and the Trainer, with the attributes that they had before the loops began."""
         self._has_begun = False
         _keep_paths_alone()
 
@@ -102,7 +102,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._restore(trainer)
 
     def _run_stage(self, trainer: Any) -> None:
-        """What Lightning does from here on, as in a new process if another rank was lost."""
+        """Runs what Lightning does from here on, as in a new process if another rank was lost."""
         vars(trainer).pop("_run_stage", None)
         if self._has_begun:
             trainer.fit_loop = _begin_loops(trainer)
@@ -127,8 +127,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             self._forget_ckpt_path(trainer)
 
     def _forget_ckpt_path(self, trainer: Any) -> None:
-        """What Lightning has read of `ckpt_path` would be loaded after this: it is where the first life
-        began."""
+        """Discards what Lightning read of `ckpt_path`, where the first run began. Raises RestoreError."""
         if trainer.ckpt_path is not None and trainer.strategy.restore_checkpoint_after_setup:
             raise RestoreError(
                 f"{type(trainer.strategy).__name__} would load {trainer.ckpt_path} now: leave ckpt_path out"
@@ -141,12 +140,12 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             and not self.checkpointer.step_number
             and len(trainer.optimizers) == 1
         ):
-            self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
+            self.checkpointer.step_number = trainer.global_step  # training begins at the step of `ckpt_path`
         fetcher = trainer.fit_loop._data_fetcher
         if why := self._find_refusal(trainer, pl_module):
             refuse_reentry(why)
         if self._drawn is not None and not self.between_epochs:
-            for each in trainer.callbacks:  # what this one set when the epoch began
+            for each in trainer.callbacks:  # sets again what it set when the epoch began
                 if isinstance(each, callbacks.GradientAccumulationScheduler):
                     each.on_train_epoch_start(trainer)
             loaders = fetcher.combined_loader.flattened
@@ -168,8 +167,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.between_epochs:
-            # The loaders came back at the end of their epoch, not yet aware of it: let them find out, and
-            # begin the next, which draws what it would have drawn.
+            # The loaders were restored at the end of their epoch: `next` lets them detect it, and `iter`
+            # begins the next one, which draws what it would have drawn.
             self.between_epochs = False
             fetcher = trainer.fit_loop._data_fetcher
             if all(hasattr(each, "state_dict") for each in fetcher.combined_loader.flattened):
@@ -213,10 +212,10 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             self._end_step(trainer)
 
     def begin_epoch(self, trainer: Any) -> None:
-        """Ends the last step of the epoch before: validation and schedules at its end are behind it."""
+        """Ends the last step of the previous epoch, after the validation and schedules at its end."""
         if (
             self.between_epochs
-        ):  # restored: the loop begins its epoch like any other, and takes up nothing of the one before
+        ):  # restored: the loop begins its epoch as any other, and takes up nothing of the one before
             trainer.fit_loop.epoch_loop.restarting = False
             # Lightning counts it in the total only, and would take the next such version for a finished one.
             epochs = trainer.fit_loop.epoch_progress.current
@@ -245,7 +244,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         }
 
     def _add_logged(self, results: Any) -> None:
-        """Metrics are there again once they are logged again: what was logged before is added then."""
+        """Adds what was logged before the restore to each metric, once that is logged again."""
         for name in self.logged.keys() & results.keys():
             (value, size), metric = self.logged.pop(name), results[name]
             value, extreme = value.to(metric.value.device), metric.meta
@@ -273,7 +272,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _EpochStart(callbacks.Callback):  # type: ignore[misc, unused-ignore]
-    """Stands before all other callbacks."""
+    """Runs before all other callbacks."""
 
     def __init__(self, own: TierCheck) -> None:
         self._own = own
@@ -283,7 +282,7 @@ class _EpochStart(callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _Progress:
-    """What Lightning's own checkpoint holds beside weights and optimizers, and metrics of the epoch."""
+    """The content of Lightning's own checkpoint beside weights and optimizers, and the epoch's metrics."""
 
     def __init__(self, trainer: Any, module: Any, own: TierCheck) -> None:
         self._trainer, self._module, self._own = trainer, module, own
@@ -329,7 +328,7 @@ class _Progress:
             trainer.datamodule.load_state_dict(state["datamodule"])
 
     def _begin_again(self, callback: Any) -> None:
-        """What Lightning's own callbacks did at the start of an epoch that is behind, and keep nowhere."""
+        """Repeats what Lightning's own callbacks did at the start of an earlier epoch, and do not keep."""
         trainer = self._trainer
         if isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
             (optimizer,), progress = trainer.optimizers, trainer.fit_loop.epoch_progress.current
@@ -350,7 +349,7 @@ class _Progress:
                 scheduler.load_state_dict(state)
 
     def _list_pruned(self) -> list[str]:
-        """Parameters that ModelPruning has given masks."""
+        """Returns the parameters that ModelPruning has given masks."""
         if not any(isinstance(each, callbacks.ModelPruning) for each in self._trainer.callbacks):
             return []
         return [
@@ -361,7 +360,7 @@ class _Progress:
         ]
 
     def prune(self, names: Sequence[str]) -> None:
-        """Give these parameters masks, for the version's to be loaded into."""
+        """Gives these parameters masks, for the version's to be loaded into."""
         if names and any(getattr(each, "_original_layers", None) for each in self._trainer.callbacks):
             log.warning(
                 "ModelPruning keeps the first weights nowhere: those that it goes back to after this restore "
@@ -379,8 +378,10 @@ class _Progress:
 
 @functools.cache
 def _keep_paths_alone() -> None:
-    """Lightning gives all ranks the folders for logs and checkpoints that rank 0 has. Nothing that is trained
-    follows from them: a rank that builds its model alone keeps its own."""
+    """Lets a rank that builds its model alone keep its own folders for logs and checkpoints.
+
+    Lightning gives all ranks those that rank 0 has. Nothing that is trained depends on them.
+    """
     for kind in (strategies.DDPStrategy, strategies.ModelParallelStrategy):
 
         def broadcast(strategy: Any, value: Any, src: int = 0, known: Any = kind.broadcast) -> Any:
@@ -405,7 +406,7 @@ def _begin_loops(trainer: Any) -> Any:
 
 
 def _list_logged(results: Any) -> dict[str, list[Any]]:
-    """What `self.log` has added up since the epoch began."""
+    """Returns what `self.log` has added up since the epoch began."""
     return {
         name: [metric.value.detach(), getattr(metric, "cumulated_batch_size", None)]
         for name, metric in results.items()

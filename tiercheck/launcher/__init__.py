@@ -1,1 +1,1 @@
-"""PID 1 of the trainer container: the user's command runs when every rank is ready, and only then."""
+"""PID 1 of the trainer container: runs the user's command once every rank is ready."""

@@ -1,8 +1,8 @@
 """Runs the launcher, which the operator puts in front of the user's command.
 
-`python3 FOLDER/tiercheck/launcher/__main__.py -- COMMAND...`: only here the variables of the container are
-all known, whether the image, a ConfigMap or the template set them. So here, and not in the manifest, the
-library comes first on PYTHONPATH.
+`python3 FOLDER/tiercheck/launcher/__main__.py -- COMMAND...`: all variables of the container are known only
+here, because the image, a ConfigMap or the template may set them. Therefore the library is put first on
+PYTHONPATH here, not in the manifest.
 """
 
 import os
@@ -10,7 +10,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # PID 1 ends by no signal that it does not catch. The loop takes over when it can start something.
+    # PID 1 ignores signals that it does not catch. The launcher's loop replaces this handler.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
     if not __package__:  # started by its path

@@ -1,7 +1,7 @@
-"""Runs the training command: follows the sidecar's orders, signals and ends of processes.
+"""Runs the training command in response to the sidecar's orders, signals and the exits of processes.
 
-One thread, one selector. What the launcher is doing is told to the sidecar at each change, and again after
-each new connection, so that nothing is lost when the sidecar restarts.
+One thread with one selector. The launcher sends its state to the sidecar at each change and after each new
+connection, so that nothing is lost when the sidecar restarts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 from tiercheck.supervised import describe
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
-"""How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it
-is killed at once."""
+"""Seconds from SIGTERM until the command is killed; 5 if not set. A new attempt kills it at once."""
 
 ENV_UNKILLABLE_SECONDS = "TIERCHECK_UNKILLABLE_SECONDS"
-"""How long what was killed may take to be gone before the sidecar is told that it is stuck; 30 if not set."""
+"""Seconds until a killed process that still exists is reported to the sidecar as stuck; 30 if not set."""
 
 ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
-"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
+"""The folder of the container's cgroup; /sys/fs/cgroup if not set."""
 
 _CONNECT_EVERY = 0.2
 _SWEEP_EVERY = 0.05
@@ -62,38 +61,38 @@ class Launcher:
         self._marker = run_dir / "launcher.attempt"
         self._order: Order | None = None
         self._attempt = 0
-        """Of the command that runs or ran last."""
+        """The attempt of the command that runs or ran last."""
         self._ahead: Order | None = None
-        """By which a command was started that waits in `restore` for its attempt's release."""
+        """The order that started a command that waits in `restore` for its attempt's release."""
         self._state = LauncherEvent("idle", 0)
         self._sweeping = False
-        """The command has ended; what it left behind is being killed."""
+        """True while processes that the ended command left behind are being killed."""
         self._exit_code = 0
-        """Of the command that ended last."""
+        """The exit code of the command that ended last."""
         self._stop_deadline: float | None = None
         self._killing_since: float | None = None
-        """When what is being killed was first seen to be still there."""
+        """The monotonic time at which killed processes were first seen to still exist."""
         self._stuck_after = seconds_of(environment, ENV_UNKILLABLE_SECONDS, 30.0)
         self._signalled: int | None = None
         self._checked = False
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
-        """Newest attempt whose stacks were asked for."""
+        """The newest attempt for which stacks were requested."""
         self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
-        """When the next interpreter may be made ready beside the running command."""
+        """The monotonic time from which the next interpreter may be prepared beside the running command."""
         self._watched: dict[str, Any] = {}
-        """Sockets and pipes that the selector looks at, by what they are for."""
+        """The sockets and pipes registered with the selector, by purpose."""
         self._check: RunningCheck | None = None
         self._check_passed = 0
-        """Newest attempt whose health check has passed."""
+        """The newest attempt for which the health check has passed."""
         self._check_failed: tuple[HealthCheck, float] | None = None
-        """Which one failed last, and when it may run again."""
+        """The check that failed last, and the monotonic time from which it may run again."""
         self._fault = ""
-        """Of our own, the last one that was printed."""
+        """The last error of the launcher itself that was printed."""
 
     def run(self) -> int:
-        """Until told to finish, or until the command has ended after a signal to stop."""
+        """Runs until an order to finish, or until the command has ended after a stop signal."""
         processes.adopt_orphans()
         with selectors.DefaultSelector() as selector, _signals() as wakeups:
             selector.register(wakeups, selectors.EVENT_READ, "signal")
@@ -105,10 +104,9 @@ class Launcher:
         return code
 
     def _turn(self, selector: selectors.BaseSelector, wakeups: socket.socket) -> int | None:
-        """Wait for the next thing, and do what follows from it. The container's exit code when its work is
-        over."""
+        """Waits for events and handles them. Returns the container's exit code when its work is over."""
         try:
-            for output in self._outputs:  # first: a fault in what follows must not hold back the command
+            for output in self._outputs:  # first: an error below must not block the command
                 output.relay()
             self._connect()
             self._prepare()
@@ -125,16 +123,16 @@ class Launcher:
         except Exception as error:
             if not self._busy:
                 raise
-            self._state = replace(self._state, fault=describe(error))  # said with the next connection
+            self._state = replace(self._state, fault=describe(error))  # sent with the next connection
             fault, before = traceback.format_exc(), self._fault
             self._fault = fault
-            if fault != before:  # a fault of ours is no reason to end a training, nor to fill its log
+            if fault != before:  # a launcher error must not end a training or fill its log
                 print(fault, file=sys.stderr, flush=True)
             self._line.close()
             time.sleep(_CONNECT_EVERY)
             return None
 
-    # What comes in.
+    # Events.
 
     def _connect(self) -> None:
         if not self._line.connected and self._line.connect():
@@ -143,8 +141,9 @@ class Launcher:
                 self._state = replace(self._state, fault="")
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number
-        is given out again, so all that are gone are forgotten first."""
+        """Registers the open channels with the selector.
+
+        Closed channels are unregistered first, because their descriptor numbers may be reused."""
         check = None if self._check is None else self._check.output.channel
         now = {
             "sidecar": self._line.channel,
@@ -174,7 +173,7 @@ class Launcher:
                 self._stop(number)
 
     def _collect(self) -> None:
-        """Reap; see to it that the command ends when it was told to, with everything it started."""
+        """Reaps children, and kills the command with all its descendants when it is due to end."""
         ended = processes.reap()
         unborn = {pid for pid in ended if self._warm.ended(pid)}
         for local, pid in list(self._running.items()):
@@ -191,8 +190,9 @@ class Launcher:
             self._judge(self._check)
 
     def _rank_ended(self, local: int, code: int) -> None:
-        """The first that fails is what the command ends with, and is reported at once: others may wait for
-        it."""
+        """Records the first failure as the command's exit code, and reports it at once.
+
+        The other ranks may be waiting for the failed one."""
         del self._running[local]
         self._sweeping = not self._running
         first = code != 0 and self._exit_code == 0
@@ -202,7 +202,7 @@ class Launcher:
             self._tell_exit()
 
     def _judge(self, check: RunningCheck) -> None:
-        """Of a health check that is over, or that nobody wants any more."""
+        """Reports the result of a finished health check, or discards one that is not needed any more."""
         order = self._order
         wanted = order is not None and (order.attempt, order.health_check) == (check.attempt, check.wanted)
         wanted = wanted and order is not None and order.phase is not Phase.FINISH and self._signalled is None
@@ -217,8 +217,9 @@ class Launcher:
         check.close()
 
     def _kill_rest(self) -> None:
-        """Until nothing of the command is there but what stays. What SIGKILL does not end holds on to its
-        memory, also the GPU's."""
+        """Kills the command's processes except those that stay; reports any that SIGKILL does not end.
+
+        Such a process keeps its memory, including GPU memory."""
         may = "stays" if self._overdue or self._sweeping else "listens"
         spared = {pid for local, pid in self._running.items() if self._may(local, may)}
         left = processes.kill_descendants(self._warm.waiting | spared)
@@ -235,7 +236,7 @@ class Launcher:
         if not self._stuck(now):
             return
         if self._sweeping and self._stop_deadline is None and not self._exit_code:
-            event = _exited(self._attempt, 0, "", "")  # it did its work
+            event = _exited(self._attempt, 0, "", "")  # the command succeeded
         else:
             event = LauncherEvent("stuck", self._attempt, message=processes.describe_stuck(left))
         if event.event != self._state.event:
@@ -244,7 +245,7 @@ class Launcher:
     def _stuck(self, now: float) -> bool:
         return self._killing_since is not None and now - self._killing_since >= self._stuck_after
 
-    # What follows from it.
+    # Reactions.
 
     @property
     def _busy(self) -> bool:
@@ -256,28 +257,29 @@ class Launcher:
 
     @property
     def _superseded(self) -> bool:
-        """Whether the running command is of an older attempt than the one that is wanted."""
+        """Returns whether the running command belongs to an older attempt than the order."""
         order = self._order
         newer = order is not None and order.attempt > self._attempt and order.phase is not Phase.FINISH
         return newer and self._busy
 
     def _may(self, local: int, what: str) -> bool:
-        """Whether a running process may outlive its attempt: all of its ranks are in `what` of the order,
-        "listens" or "stays"."""
+        """Returns whether a running process may outlive its attempt.
+
+        All of its ranks must be in the order's field `what`: "listens" or "stays"."""
         order = self._order
         if order is None or not self._superseded or self._signalled is not None:
             return False
         if order.health_check is not None and len(self._running) < len(self._command.places(order)):
-            return False  # it is for a place where nothing else runs
+            return False  # the check must run while nothing else runs here
         return set(self._command.ranks_of(local, order)) <= set(getattr(order, what))
 
     @property
     def _stays(self) -> bool:
-        """Whether all that runs has left the step of its attempt, and waits for a newer one."""
+        """Returns whether all running processes have left their step and wait for a newer attempt."""
         return bool(self._running) and all(self._may(local, "stays") for local in self._running)
 
     def _keep(self) -> None:
-        """It will be of the newer attempt, and from its release on it is, with what is started beside it."""
+        """Reports the processes that stay; at the release, adds them to the attempt and starts the others."""
         order = self._order
         assert order is not None
         self._stop_deadline = None
@@ -288,8 +290,7 @@ class Launcher:
             self._tell(idle)
 
     def _follow(self, order: Order) -> None:
-        """A running command of another attempt, or of a job that is over, has to stop; one that hangs is
-        asked where."""
+        """Stops a command of an older attempt or a finished job; requests stacks of one that hangs."""
         if self._busy and order.dump_stacks and order.attempt == self._attempt > self._dumped:
             self._dumped = order.attempt
             dump_stacks()
@@ -302,11 +303,11 @@ class Launcher:
         ):
             if command_environment({}, self._ahead) == command_environment({}, order):
                 self._start_ranks(order)
-            else:  # none of the others stayed, say: it ends, and another is started
+            else:  # for example if no other rank stayed: the command ends, and another one is started
                 self._stop_deadline = time.monotonic()
         elif self._busy and order.attempt > self._attempt and not self._stays:
-            # Where that begins is decided, so what this one would still save is of no use, and all others
-            # wait for its end.
+            # The new attempt's first step is decided, so a later save of this one would be of no use, and all
+            # other workers wait for its end.
             waits = any(self._may(local, "listens") for local in self._running)
             deadline = time.monotonic() + (order.interrupt_seconds if waits else 0.0)
             self._stop_deadline = min(self._stop_deadline or deadline, deadline)
@@ -319,7 +320,7 @@ class Launcher:
             processes.send_signal(pid, number)
 
     def _ended(self) -> None:
-        """The command and all that it started are gone."""
+        """Reports the exit, unless an order stopped the command. Called once all its descendants are gone."""
         stopped = self._stop_deadline is not None
         self._sweeping = False
         self._stop_deadline = self._ahead = None
@@ -332,7 +333,7 @@ class Launcher:
             self._tell(_exited(self._attempt, self._exit_code, out_of_memory, said))
 
     def _next(self) -> int | None:
-        """Nothing runs: what now? Returns the container's exit code when its work is over."""
+        """Decides what to do while nothing runs. Returns the container's exit code when its work is over."""
         if self._signalled is not None:
             return self._exit_code if self._attempt else 128 + self._signalled
         order = self._order
@@ -353,8 +354,7 @@ class Launcher:
         return None
 
     def _place_is_well(self, order: Order) -> bool:
-        """Whether the attempt may begin here, as far as is known. If that is not known, its health check
-        begins."""
+        """Returns whether the attempt may begin here; starts its health check if that is not known."""
         wanted = order.health_check
         if wanted is None or self._check_passed == order.attempt:
             return True
@@ -374,7 +374,7 @@ class Launcher:
             self._tell(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
             return False
         failed_here = (self._state.event, self._state.attempt) == ("unhealthy", order.attempt)
-        if not failed_here:  # until it has passed it has failed
+        if not failed_here:  # it counts as failed until it has passed
             self._tell(LauncherEvent("checking", order.attempt))
         return False
 
@@ -393,7 +393,7 @@ class Launcher:
         failpoint("after-spawn")
 
     def _start_ranks(self, order: Order) -> None:
-        """All that do not run yet."""
+        """Starts the processes that do not run yet."""
         self._attempt, self._exit_code = order.attempt, 0
         self._out_of_memory.begin()
         self._errors.forget()
@@ -405,7 +405,7 @@ class Launcher:
             self._tell(LauncherEvent("started", order.attempt))
 
     def _execute(self, start: Callable[[], None], order: Order) -> bool:
-        """False: it cannot be executed, as is reported."""
+        """Runs `start`. If the command cannot be executed, reports it and returns False."""
         try:
             start()
         except CannotExecute as cannot:
@@ -414,8 +414,7 @@ class Launcher:
         return True
 
     def _prepare(self) -> None:
-        """Make the next interpreter ready: while there is nothing to run, or when the command has had time to
-        begin."""
+        """Prepares the next interpreter while nothing runs, or once the command has had time to begin."""
         if not self._warm.wanted or (self._busy and time.monotonic() < self._warm_at):
             return
         over = self._state.event == "exited" and self._state.exit_code == 0
@@ -424,8 +423,9 @@ class Launcher:
         self._warm.prepare()
 
     def _started_before(self, attempt: int) -> bool:
-        """Whether an earlier container of this pod has run this attempt: starting again would mix two lives
-        of a rank."""
+        """Returns whether an earlier container of this pod has run this attempt.
+
+        Starting it again would mix two runs of a rank."""
         try:
             return int(self._marker.read_text()) >= attempt
         except (OSError, ValueError):
@@ -440,7 +440,7 @@ class Launcher:
         return [self._errors] if self._check is None else [self._errors, self._check.output]
 
     def _pause(self) -> float | None:
-        """Seconds that the loop may sleep; None: until something happens."""
+        """Returns the seconds that the loop may sleep; None: until the next event."""
         pauses = []
         if any(output.blocked for output in self._outputs):
             pauses.append(_SWEEP_EVERY)
@@ -472,7 +472,7 @@ def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> Lau
 def _exited(attempt: int, code: int, out_of_memory: str, said: str) -> LauncherEvent:
     if code == 0:
         return LauncherEvent("exited", attempt, 0)
-    if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
+    if out_of_memory:  # torchrun exits with 1 when a rank was killed, so the code alone is ambiguous
         return LauncherEvent("exited", attempt, code, names.OOM_KILLED, out_of_memory)
     if name := processes.signal_of(code):
         return LauncherEvent("exited", attempt, code, names.SIGNALLED, f"{name}{': ' + said if said else ''}")
@@ -480,7 +480,7 @@ def _exited(attempt: int, code: int, out_of_memory: str, said: str) -> LauncherE
 
 
 class _signals:  # noqa: N801  (used as a context manager)
-    """Signals as bytes on a socket, so that one selector sees everything."""
+    """A context manager that turns signals into bytes on a socket, for the selector."""
 
     _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
@@ -488,14 +488,14 @@ class _signals:  # noqa: N801  (used as a context manager)
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
-        # First the socket: a signal in between is dealt with by the handler of before, and not lost.
+        # First the socket: a signal in between goes to the previous handler, and is not lost.
         signal.set_wakeup_fd(self._writing.fileno())
         for number in self._CAUGHT:
             signal.signal(number, lambda *_: None)
         return self._reading
 
     def __exit__(self, *_: object) -> None:
-        """Handlers stay: the exit code is known, and no signal shall change it any more."""
+        """Keeps the handlers: the exit code is known, and no signal may change it."""
         signal.set_wakeup_fd(-1)
         self._reading.close()
         self._writing.close()
@@ -508,7 +508,7 @@ Elsewhere run COMMAND itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line `[--] COMMAND [ARGUMENT...]`; returns the exit code."""
+    """Runs the command line `[--] COMMAND [ARGUMENT...]`, and returns the exit code."""
     command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if not command or arguments[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if command else sys.stderr)

@@ -1,8 +1,8 @@
-"""Runs the training command: what it starts ends with it, what it writes is kept, a hang is located.
+"""Starts, signals and kills the training command's processes, and collects the reasons for their end.
 
-Else the next attempt would meet its ghosts. A process that hangs is asked for its stacks before it is
-stopped, since it will not be asked again. Its last lines go into the message about its end, and the
-container's cgroup tells whether the kernel sent a SIGKILL for want of memory.
+All descendants end with the command, so that none is left to disturb the next attempt. The stacks of a hung
+process are requested before it is stopped. The command's last lines go into the message about its end, and
+the container's cgroup shows whether the kernel's OOM killer sent a SIGKILL.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 
 _STDERR = 2
 _KEPT = 16384
-"""Bytes of output that are kept: the report that torchrun ends with has some 3000 of them."""
+"""Bytes of output that are kept. torchrun's final report has about 3000."""
 _LINES, _CHARACTERS = 5, 600
-"""Of the output that are told."""
+"""The number of lines and of characters of output that are reported."""
 _PIECE, _PIECES = 4096, 64
-"""Bytes that a pipe with room takes at once (PIPE_BUF), and how many such pieces are passed on in a turn."""
+"""Bytes that a pipe with room accepts at once (PIPE_BUF), and the most such pieces relayed per turn."""
 _TORCHRUN = re.compile(
     rb"^.*elastic/multiprocessing/api\.py:\d+\] (?:failed \(exitcode|Sending process)", re.M
 )
-"""Where the words of a rank end and torchrun's report about them begins."""
+"""Matches the beginning of torchrun's report, which follows the output of the ranks."""
 
 
 class RelayedOutput:
-    """A pipe whose content goes on to the launcher's own stderr."""
+    """A pipe to the launcher's own stderr, which keeps the last output."""
 
     def __init__(self) -> None:
         reading, self.writing = os.pipe()
@@ -41,17 +41,16 @@ class RelayedOutput:
         self._reading = open(reading, "rb", buffering=0)  # noqa: SIM115
         self._ended = False
         self.blocked = False
-        """Whether nobody took what was last written to stderr: then the command waits, as it would without
-        us, and `relay` is to be called again in a moment."""
+        """True while stderr is full. The command then waits, as without the launcher; call `relay` again."""
         self._said = b""
 
     @property
     def channel(self) -> FileIO | None:
-        """For a selector; None: nothing can be passed on now, or no more comes."""
+        """Returns the pipe for a selector; None while stderr is full, or after the pipe's end."""
         return None if self._ended or self.blocked else self._reading
 
     def relay(self) -> None:
-        """Passes on what was written, without waiting for anything."""
+        """Copies available output to stderr without blocking."""
         for _ in range(_PIECES):
             self.blocked = _is_full(_STDERR)
             if (channel := self.channel) is None or (piece := channel.read(_PIECE)) is None:
@@ -62,11 +61,11 @@ class RelayedOutput:
                 os.write(_STDERR, piece)
 
     def forget(self) -> None:
-        """Another command begins to write."""
+        """Discards the kept output, because another command begins to write."""
         self._said = b""
 
     def last_lines(self) -> str:
-        """What was written last, in one line; empty: nothing."""
+        """Returns the last lines of output joined into one; empty if there is none."""
         self.relay()
         report = _TORCHRUN.search(self._said)
         said = (self._said[: report.start()].strip() if report else b"") or self._said
@@ -74,11 +73,11 @@ class RelayedOutput:
         return " / ".join(lines[-_LINES:])[-_CHARACTERS:]
 
     def close_writing(self) -> None:
-        """Once the command has it; so that its end is seen."""
+        """Closes the writing end once the command has inherited it, so that end of file is seen."""
         os.close(self.writing)
 
     def close(self) -> None:
-        """Passes on what was written last, and takes no more."""
+        """Relays the remaining output, and closes the reading end."""
         self.relay()
         self._reading.close()
 
@@ -90,29 +89,30 @@ def _is_full(descriptor: int) -> bool:
 
 
 CGROUP = "/sys/fs/cgroup"
-"""Where a container sees its own cgroup."""
+"""The folder at which a container sees its own cgroup."""
 _KILLS = (("memory.events", "oom_kill"), ("memory/memory.oom_control", "oom_kill"))
-"""File and key, of cgroup v2 and v1."""
+"""Files and keys that count OOM kills, in cgroup v2 and v1."""
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 _PEAKS = ("memory.peak", "memory/memory.max_usage_in_bytes")
 _UNLIMITED = 1 << 60
-"""cgroup v1 spells "no limit" as a number of about this size."""
+"""A number of bytes. cgroup v1 represents "no limit" by a number of about this size."""
 
 
 class OutOfMemory:
-    """Of the cgroup at `folder`. What cannot be read counts as nothing seen: then the kubelet's word is all
-    there is."""
+    """Detects kernel OOM kills in the cgroup at `folder`.
+
+    Unreadable files count as no kill; then only the kubelet's report is available."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before = self._kills()
 
     def begin(self) -> None:
-        """A command starts: earlier kills are not its own."""
+        """Records the count at a command's start, because earlier kills are not of that command."""
         self._before = self._kills()
 
     def verdict(self) -> str:
-        """A sentence with numbers if the kernel has killed for want of memory since `begin`; empty if not."""
+        """Returns a sentence with numbers if the OOM killer has acted since `begin`; empty if not."""
         number = self._kills() - self._before
         if number <= 0:
             return ""
@@ -151,7 +151,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NAMED = 4
-"""Processes that a sentence names."""
+"""The most processes that a message names."""
 _STATES = {
     "D": "which waits for a driver or a file system (state D)",
     "Z": "whose first thread has ended and another one has not",
@@ -159,7 +159,7 @@ _STATES = {
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its descendants leave behind, as PID 1 is anyway."""
+    """Makes this process the parent of orphaned descendants, as PID 1 is in any case."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -170,10 +170,9 @@ def start(
     output: int | None = None,
     errors: int | None = None,
 ) -> int:
-    """Start `command` in a session of its own and return its pid; it inherits `descriptors`, and writes to
-    `output` and `errors` if given.
+    """Starts `command` in its own session, and returns its pid. Raises OSError if it cannot be executed.
 
-    Raises OSError if it cannot be executed.
+    It inherits `descriptors`, and writes to `output` and `errors` if given.
     """
 
     def die_with_launcher() -> None:
@@ -188,12 +187,12 @@ def start(
         stderr=errors,
         preexec_fn=die_with_launcher,  # noqa: PLW1509  (the launcher has one thread)
     )
-    process.returncode = 0  # the launcher's own loop waits for it; this keeps Popen from trying
+    process.returncode = 0  # the launcher's own loop reaps it; this keeps Popen from trying
     return process.pid
 
 
 def send_signal(pid: int, number: int) -> None:
-    """To the command's whole process group."""
+    """Sends a signal to the command's whole process group, if that still exists."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -201,9 +200,9 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def kill_descendants(spared: Collection[int] = ()) -> set[int]:
-    """SIGKILL to everything below this process, as torchrun puts its workers into sessions of their own.
+    """Kills all descendants except `spared` children and those below them; returns the pids found.
 
-    Not to the children `spared`, and to nothing below them. Returns what was there.
+    Process groups would not suffice, because torchrun puts its workers into sessions of their own.
     """
     parent_of = {pid: parent for pid, parent in parents().items() if pid not in spared}
     found = descendants(os.getpid(), parent_of)
@@ -216,7 +215,7 @@ def kill_descendants(spared: Collection[int] = ()) -> set[int]:
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process that can be seen, those left out of which nothing lives any more."""
+    """Returns the parent of every visible process that has a living thread, by pid."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -231,12 +230,12 @@ def parents() -> dict[int, int]:
 
 
 def signal_of(code: int) -> str:
-    """Name of the signal that ended a command with this exit code; empty: it ended by itself."""
+    """Returns the name of the signal that ended a command with this exit code; empty if none did."""
     return signal.Signals(code - 128).name if code > 128 and code - 128 in set(signal.Signals) else ""
 
 
 def describe_stuck(pids: Collection[int]) -> str:
-    """Which processes do not end, and in which state they are, as a clause."""
+    """Returns a clause that names processes that do not end, and their states."""
     told = []
     for pid in sorted(pids)[:_NAMED]:
         try:
@@ -250,8 +249,9 @@ def describe_stuck(pids: Collection[int]) -> str:
 
 
 def _has_living_thread(process: Path) -> bool:
-    """Of one whose first thread has ended. Another one may be stuck in a driver, and holds on to all memory,
-    also the GPU's."""
+    """Returns whether a process has a living thread, although its first one has ended.
+
+    Such a thread may be stuck in a driver, and keeps all memory, including GPU memory."""
     try:
         states = [
             (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -263,7 +263,7 @@ def _has_living_thread(process: Path) -> bool:
 
 
 def descendants(root: int, parent_of: Mapping[int, int]) -> set[int]:
-    """Every process below `root`."""
+    """Returns the pids of all descendants of `root`."""
     below: set[int] = set()
     edge = {root}
     while edge:
@@ -273,7 +273,7 @@ def descendants(root: int, parent_of: Mapping[int, int]) -> set[int]:
 
 
 def reap() -> dict[int, int]:
-    """Collect every child that has ended: pid -> exit code as the shell counts (128 + signal)."""
+    """Reaps every child that has ended; returns its exit code (128 + signal, as in a shell) by pid."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -287,12 +287,13 @@ def reap() -> dict[int, int]:
 
 
 ASK = signal.SIGUSR2
-"""The trainer library answers it with the stack of every Python thread
-(`tiercheck.trainer.process`)."""
+"""The signal that requests the stacks of all Python threads.
+
+`tiercheck.trainer.process` handles it."""
 
 
 def dump_stacks() -> list[int]:
-    """Ask every process below this one that catches the signal: any other would end by it. Their pids."""
+    """Signals all descendants that catch the signal, as it would end others; returns their pids."""
     asked = [pid for pid in sorted(descendants(os.getpid(), parents())) if _catches(pid)]
     print(
         f"tiercheck: no step for long; asking processes {asked} for their stacks", file=sys.stderr, flush=True

@@ -1,8 +1,8 @@
-"""Checks what a training command needs before it starts: variables, torch, and the user's own check.
+"""Prepares the training command's environment, and checks for torch and runs the user's health check.
 
-`torchrun train.py` and `python train.py` must both work as they are. An image without torch deserves a
-sentence, not a stack trace per restart. The exit code of the user's check decides, its last lines are the
-reason.
+`torchrun train.py` and `python train.py` must both work unchanged. An image without torch is reported in a
+sentence, not as a stack trace per restart. The exit code of the user's check decides, and its last lines are
+the reason.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def seconds_of(environment: Mapping[str, str], name: str, usual: float) -> float:
-    """What a variable says; `usual`, and a line in the log, if that is no number: no setting of ours keeps
-    the command from its start."""
+    """Returns a variable as seconds; if it is invalid, logs that and returns `usual`.
+
+    An invalid setting of TierCheck must not prevent the command from starting."""
     text = environment.get(name) or str(usual)
     try:
         seconds = float(text)
@@ -42,8 +43,9 @@ def seconds_of(environment: Mapping[str, str], name: str, usual: float) -> float
 def command_environment(
     base: Mapping[str, str], order: Order, local_rank: int | None = None
 ) -> dict[str, str]:
-    """The environment for `order` of the training command, or of one `local_rank` that the launcher starts as
-    torchrun would; `base` is the container's own."""
+    """Returns the training command's environment for `order`; `base` is the container's own environment.
+
+    With `local_rank`: that of one rank, which the launcher starts as torchrun would."""
     environment = {
         **base,
         ENV_ATTEMPT: str(order.attempt),
@@ -56,11 +58,11 @@ def command_environment(
         "PET_MASTER_ADDR": order.master_host,
         "PET_MASTER_PORT": str(order.master_port),
         "PET_RDZV_BACKEND": "static",
-        # A rank that fails must end the attempt: torchrun's own restart would begin without the others.
+        # A failed rank must end the attempt: torchrun's own restart would begin without the other workers.
         "PET_MAX_RESTARTS": "0",
     }
-    # Set by other controllers in attached pods. With them torchrun would go to a rendezvous that knows
-    # nothing of attempts.
+    # Set by other controllers in attached pods. With them torchrun would use a rendezvous that does not
+    # distinguish attempts.
     for name in ("PET_RDZV_ENDPOINT", "PET_STANDALONE"):
         environment.pop(name, None)
     if order.joins:
@@ -75,7 +77,7 @@ def command_environment(
         "WORLD_SIZE": str(order.workers * size),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(size),
-        # Lightning takes the rank from the number of the node.
+        # Lightning derives the rank from the node's number.
         "GROUP_RANK": str(order.worker),
         "GROUP_WORLD_SIZE": str(order.workers),
     }
@@ -99,8 +101,7 @@ _PROBE = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('to
 
 
 def torch_missing(command: Sequence[str]) -> str:
-    """A sentence if `command` is python or torchrun and its interpreter has no torch; empty if all is well or
-    unknown."""
+    """Returns a sentence if `command` is python or torchrun without torch; empty if it is not known to be."""
     name = Path(command[0]).name
     if name == "torchrun":
         script, interpreter = locate(command[0])
@@ -118,7 +119,7 @@ def torch_missing(command: Sequence[str]) -> str:
     try:
         probe = subprocess.run([interpreter, "-c", _PROBE], timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # the start itself will tell
+        return ""  # starting the command will report the reason
     if probe.returncode != 3:
         return ""
     return (
@@ -128,7 +129,7 @@ def torch_missing(command: Sequence[str]) -> str:
 
 
 def locate(program: str) -> tuple[str, str]:
-    """Returns the path of a program on the PATH, and the interpreter in its first line; empty if none."""
+    """Returns the path of a program on the PATH, and the Python in its first line; empty strings if none."""
     path = shutil.which(program)
     if path is None:
         return "", ""
@@ -141,11 +142,11 @@ def locate(program: str) -> tuple[str, str]:
 
 
 _LAST_WAIT = 2.0
-"""Seconds for what was killed to be gone."""
+"""Seconds that killed processes have to disappear."""
 
 
 class RunningCheck:
-    """One run. Its output goes to the log as well. Raises OSError if the command cannot be executed."""
+    """A running health check. Its output is logged too. Raises OSError if the command cannot be executed."""
 
     def __init__(self, wanted: HealthCheck, attempt: int, environment: Mapping[str, str]) -> None:
         self.wanted, self.attempt = wanted, attempt
@@ -160,28 +161,28 @@ class RunningCheck:
             self.output.close_writing()
         self._deadline = time.monotonic() + wanted.seconds
         self._stays = ""
-        """What of it SIGKILL does not end."""
+        """A description of the processes that SIGKILL does not end; empty if none."""
         self.code: int | None = None
-        """None: it has not ended by itself."""
+        """The exit code; None if the command has not ended by itself."""
         self._killed = False
 
     def ended(self, code: int) -> None:
-        """The command itself has ended; what it started may still be there."""
+        """Records that the command itself has ended; its descendants may still exist."""
         if not self._killed:
             self.code = code
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is waited for any more."""
+        """Returns whether the command has ended or its time is over."""
         return self.code is not None or time.monotonic() >= self._deadline
 
     @property
     def due(self) -> float:
-        """Seconds until it is over at the latest."""
+        """Returns the seconds until its deadline."""
         return max(0.0, self._deadline - time.monotonic())
 
     def kill(self, spared: Collection[int]) -> bool:
-        """SIGKILL to all of it. Whether nothing is left, or it has become clear that it stays."""
+        """Kills all its processes. Returns True once none is left, or the rest is found unkillable."""
         left = processes.kill_descendants(spared)
         if not left:
             return True
@@ -193,7 +194,7 @@ class RunningCheck:
         return True
 
     def failure(self) -> str:
-        """Why it has failed, as a clause; empty: it passed. Once it is over and killed."""
+        """Returns the reason of its failure, a clause; empty: it passed. Call once it is over and killed."""
         check = f"failurePolicy.healthCheck ({os.path.basename(self.wanted.command[0])})"
         if self.code == 0 and not self._stays:
             return ""

@@ -1,7 +1,7 @@
-"""What a command line will make Python do, so that the launcher can do just that itself.
+"""Parses a Python or torchrun command line, so that a warm interpreter can run its script.
 
-Only what is fully understood: `python [flags] script arguments`, `python [flags] -m module arguments`, and
-torchrun without options that change what its ranks are. Anything else has no recipe, and runs as it is.
+Understood are `python [flags] script arguments`, `python [flags] -m module arguments`, and torchrun without
+options that change its ranks. Any other command has no recipe, and runs as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?$")
 _ALONE = frozenset({"-u", "-O", "-OO", "-B", "-s", "-P", "-q", "-b", "-bb", "-d", "-v"})
-"""Flags without a value. Not -E, -I and -S: without PYTHONPATH and site the library may not be found; not -i
-and -x."""
+"""The supported flags without a value. Not -i, -x, -E, -I and -S.
+
+Without PYTHONPATH (-E, -I) and site (-S) the library may not be found."""
 _WITH_VALUE = ("-W", "-X")
 _TORCHRUN = "torch.distributed.run"
 _OF_AN_ATTEMPT = frozenset(
@@ -26,12 +27,12 @@ _OF_AN_ATTEMPT = frozenset(
         "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "STANDALONE",
     )
 )  # fmt: skip
-"""torchrun's options as variables that TierCheck sets or takes away, or that only its agents read."""
+"""Variables for torchrun's options that TierCheck sets or removes, or that only its agents read."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`interpreter flags target arguments`, with `-m` before the target if it is a module."""
+    """The parts of `interpreter flags target arguments`, with `-m` before a target that is a module."""
 
     interpreter: str
     flags: tuple[str, ...]
@@ -39,11 +40,11 @@ class Recipe:
     arguments: tuple[str, ...]
     module: bool = False
     each_rank: bool = False
-    """It is what torchrun would start for each rank."""
+    """True if this is the command that torchrun would start for each rank."""
 
     @property
     def command(self) -> list[str]:
-        """What Python will find in `sys.orig_argv`."""
+        """Returns the command line, as Python will find it in `sys.orig_argv`."""
         return [self.interpreter, *self.flags, *(["-m"] if self.module else []), self.target, *self.arguments]
 
 
@@ -52,8 +53,9 @@ def recipe_of(
     environment: Mapping[str, str],
     locate: Callable[[str], tuple[str, str]],
 ) -> Recipe | None:
-    """None: run it as it is, with a new interpreter. `locate(program)` gives the path of a program on the
-    PATH, and the interpreter that a script names; empty: it is not there, or names none."""
+    """Returns the command's recipe; None: run it as it is, with a new interpreter.
+
+    `locate(program)`: its path on the PATH and the interpreter that it names; empty strings if none."""
     name = Path(command[0]).name
     if name == "torchrun":
         return _recipe_of_ranks(locate(command[0])[1], command[1:], environment)
@@ -83,7 +85,7 @@ def recipe_of(
 def _recipe_of_ranks(
     interpreter: str, options: Sequence[str], environment: Mapping[str, str]
 ) -> Recipe | None:
-    """Of a torchrun with these options (torch/distributed/run.py). None: it does more than to start ranks."""
+    """Returns the recipe of torchrun (torch/distributed/run.py); None if it does more than start ranks."""
     if not interpreter or any(name.startswith("PET_") and name not in _OF_AN_ATTEMPT for name in environment):
         return None
     ranks = environment.get(ENV_PROCS_PER_WORKER, "1")

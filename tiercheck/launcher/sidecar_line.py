@@ -1,4 +1,4 @@
-"""Keeps the launcher's end of the pod's socket, which comes and goes with the sidecar."""
+"""Holds the launcher's connection to the sidecar, which breaks when the sidecar restarts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _LONGEST_LINE = 1024 * 1024
 
 
 class SidecarLine:
-    """Never raises and never blocks for long: what cannot be said now is said again after the next
-    connection."""
+    """The connection to the sidecar. Never raises, and never blocks for long.
+
+    An event that cannot be sent is sent again by the caller after the next connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,11 +28,11 @@ class SidecarLine:
 
     @property
     def channel(self) -> socket.socket | None:
-        """For a selector."""
+        """Returns the socket for a selector."""
         return self._socket
 
     def connect(self) -> bool:
-        """Try once, and say hello."""
+        """Tries to connect once and sends a Hello. Returns whether that succeeded."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(1.0)
         try:
@@ -53,7 +54,7 @@ class SidecarLine:
             self.close()
 
     def orders(self) -> list[Order]:
-        """What has arrived; call it when the socket is readable. Closes itself when the sidecar is gone."""
+        """Returns received orders; call when the socket is readable. Closes it when the sidecar is gone."""
         if self._socket is None:
             return []
         try:

@@ -1,7 +1,7 @@
 """Starts the processes of the training command: one, or one for each local rank.
 
-torchrun ends all its ranks with the first that fails. Where its options are known the launcher starts its
-ranks in its place, with its variables, so that each can be replaced alone.
+torchrun ends all its ranks when the first one fails. If its options are understood, the launcher starts the
+ranks itself, with torchrun's variables, so that each can be replaced alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 
 
 class CannotExecute(Exception):
-    """The command cannot be executed; has the program and the OSError."""
+    """The error for a command that cannot be executed, with the program and the OSError."""
 
     def __init__(self, program: str, error: OSError) -> None:
         super().__init__(program, error)
@@ -26,7 +26,7 @@ class CannotExecute(Exception):
 
 
 class TrainingCommand:
-    """`running`: pid by local rank; 0 where the command is one process, whatever that starts."""
+    """The command's processes. `running`: pids by local rank, or by 0 if the command is one process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         recipe = recipe_of(command, environment, locate)
@@ -37,12 +37,12 @@ class TrainingCommand:
         self.given = list(command)
         self._each = recipe.command if recipe is not None and recipe.each_rank else self.given
         self.errors = RelayedOutput()
-        """What it writes to stderr."""
+        """The output of the command to stderr."""
         self.warm = WarmInterpreter(self._each, recipe, self.environment, self.errors.writing)
         self.running: dict[int, int] = {}
 
     def places(self, order: Order) -> range:
-        """Returns the local ranks by which its processes are known."""
+        """Returns the local ranks that identify its processes."""
         return range(order.procs_per_worker if self._makes_ranks else 1)
 
     def ranks_of(self, local: int, order: Order) -> list[int]:
@@ -51,7 +51,7 @@ class TrainingCommand:
         return [order.worker * size + each for each in ([local] if self._makes_ranks else range(size))]
 
     def start_missing(self, order: Order) -> None:
-        """Start what does not run, the first in the interpreter that is warm. Raises CannotExecute."""
+        """Starts the missing processes, the first in the warm interpreter. Raises CannotExecute."""
         for local in self.places(order):
             if local in self.running:
                 continue
@@ -61,7 +61,7 @@ class TrainingCommand:
                 self.start(order, local)
 
     def start(self, order: Order, local: int) -> None:
-        """Start one process with a new interpreter. Raises CannotExecute."""
+        """Starts one process with a new interpreter. Raises CannotExecute."""
         self.running.pop(local, None)
         try:
             environment = self._environment_of(order, local)

@@ -1,8 +1,7 @@
-"""Keeps the next attempt's interpreter ready: importing torch is most of a restart in place.
+"""Keeps an interpreter ready for the next attempt: importing torch is most of a restart in place.
 
-It is a child of the launcher as the command is, and *becomes* the command: same session, same inherited
-output, same signal when the launcher dies. Whatever goes wrong with it, the command is started the ordinary
-way.
+The interpreter is a child of the launcher, as the command is, and *becomes* the command: same session, same
+inherited output, same signal when the launcher dies. If it fails, the command is started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ from tiercheck.launcher import command as processes
 from tiercheck.launcher.recipe import Recipe
 
 ENV_WARM = "TIERCHECK_WARM"
-"""0: every attempt starts with a new interpreter."""
+"""The variable that disables warm interpreters: if it is 0, every attempt starts with a new one."""
 ENV_WARM_AFTER_SECONDS = "TIERCHECK_WARM_AFTER_SECONDS"
-"""How long the command runs before the next interpreter is made ready beside it; 10 if not set."""
+"""Seconds that the command runs before the next interpreter is prepared beside it; 10 if not set."""
 
 _ENTRY = Path(__file__).resolve().parent.parent / "warm" / "entry.py"
 _ANSWER_SECONDS = 120.0
 _MOST_DEATHS = 3
 _MOST_PASSES = 100
-"""Over the threads of one: a kernel that does not do what it says must not keep the launcher."""
+"""The most passes over a process's threads, so that no kernel can keep the launcher in the loop."""
 
 
 class WarmInterpreter:
-    """At most one at a time. `release` hands it over as the command; it is not this object's any more
-    then.
-    """
+    """Holds at most one waiting interpreter. After `release` it is the command, and not held here."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class WarmInterpreter:
         environment: Mapping[str, str],
         errors: int | None = None,
     ) -> None:
-        """`command`: what a cold start executes; `recipe`: how to become it."""
+        """`command`: the command line of a cold start; `recipe`: the recipe to become it."""
         self._command = list(command)
         self._errors = errors
         self._environment = dict(environment)
@@ -53,28 +50,28 @@ class WarmInterpreter:
         self._received = b""
         self._deaths = 0
         self.pid: int | None = None
-        """Of the interpreter that waits."""
+        """The pid of the waiting interpreter."""
         self.released: int | None = None
-        """Of the one that was told to become the command and has not said yet that it does."""
+        """The pid of the interpreter that was ordered to become the command and has not confirmed yet."""
         self._deadline = 0.0
 
     @property
     def wanted(self) -> bool:
-        """Whether one should be made ready: there is none, and it would be of use."""
+        """Returns whether one should be prepared: there is none, and it could be used."""
         return self._recipe is not None and self._channel is None
 
     @property
     def waiting(self) -> set[int]:
-        """The pid of the one that waits."""
+        """Returns the pid of the waiting interpreter, if any."""
         return set() if self.pid is None else {self.pid}
 
     @property
     def channel(self) -> socket.socket | None:
-        """For a selector, while there is an interpreter that may say something."""
+        """Returns the socket for a selector while an interpreter is connected."""
         return self._channel
 
     def prepare(self) -> None:
-        """Start one; it imports on its own. A failure only means that there is none."""
+        """Starts an interpreter, which then imports torch. A failure only means that there is none."""
         recipe = self._recipe
         assert recipe is not None
         ours, theirs = socket.socketpair()
@@ -88,7 +85,7 @@ class WarmInterpreter:
             )
         except OSError:
             ours.close()
-            self._recipe = None  # the start of the command itself will say why
+            self._recipe = None  # starting the command will report the reason
             return
         finally:
             theirs.close()
@@ -98,19 +95,17 @@ class WarmInterpreter:
         self._received = b""
 
     def release(self, environment: Mapping[str, str]) -> int | None:
-        """Let it become the command with `environment`, and return its pid; None if there is none that
-        can.
-        """
+        """Makes it the command with `environment`, and returns its pid; None if none is usable."""
         if self.pid is None or self._channel is None:
             return None
         order = json.dumps(dict(environment)).encode() + b"\n"
-        _yield_to_others(self.pid, False)  # first: once told, it may run the command before we get on
+        _yield_to_others(self.pid, False)  # first: the command may start as soon as the order is sent
         try:
             self._channel.settimeout(5.0)
             self._channel.sendall(order)
             self._channel.setblocking(False)
         except OSError:
-            os.kill(self.pid, signal.SIGKILL)  # its channel is closed by the loop, which reads its end
+            os.kill(self.pid, signal.SIGKILL)  # the loop reads end of file and closes the channel
             self.pid = None
             return None
         self.released, self.pid = self.pid, None
@@ -118,7 +113,7 @@ class WarmInterpreter:
         return self.released
 
     def listen(self) -> None:
-        """Read what it says; call it when its channel is readable."""
+        """Reads messages from the interpreter; call when its channel is readable."""
         if self._channel is None:
             return
         try:
@@ -140,7 +135,7 @@ class WarmInterpreter:
             self._forget()
 
     def ended(self, pid: int) -> bool:
-        """A child has ended. Returns whether it was to become the command, but never did."""
+        """Handles the end of a child. Returns whether it was to become the command, but never confirmed."""
         if pid == self.released:
             self.listen_to_the_end()
         unanswered = pid == self.released
@@ -152,19 +147,19 @@ class WarmInterpreter:
         return unanswered
 
     def listen_to_the_end(self) -> None:
-        """What an interpreter that has ended still had to say."""
+        """Reads the remaining messages of an interpreter that has ended."""
         while self._channel is not None:
             self.listen()
 
     def check(self) -> None:
-        """End one that was told to become the command, and does not answer."""
+        """Kills an interpreter that did not confirm in time that it became the command."""
         if self.released is not None and time.monotonic() >= self._deadline:
             os.kill(self.released, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the one that waits."""
+        """Kills the waiting interpreter."""
         if self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)  # a child that is not reaped yet: the number is still its own
+            os.kill(self.pid, signal.SIGKILL)  # the child is not reaped yet, so the pid is still its own
             self.pid = None
         self._forget()
 
@@ -175,16 +170,17 @@ class WarmInterpreter:
 
 
 def _yield_to_others(pid: int, yielding: bool) -> None:
-    """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it
-    back."""
+    """Schedules a process as batch work while it prepares, or normally again.
+
+    Niceness would be permanent, because only privileged processes may lower it."""
     policy = os.SCHED_BATCH if yielding else os.SCHED_OTHER
     try:
-        for _ in range(_MOST_PASSES):  # a thread that begins while the list is read is as its parent was then
+        for _ in range(_MOST_PASSES):  # a thread started during the listing inherits the old policy
             tasks = map(int, os.listdir(f"/proc/{pid}/task"))
             if not any([_schedule(task, policy) for task in tasks]):
                 return
     except OSError:
-        return  # it is a courtesy
+        return  # the policy is optional
 
 
 def _schedule(task: int, policy: int) -> bool:

@@ -1,6 +1,5 @@
-"""The words that the trainer, the sidecar and the operator exchange.
+"""Defines the messages that the trainer, the sidecar and the operator exchange.
 
-Frozen dataclasses and their encoding, nothing else: this package imports the standard library only, so that
-it can be copied into any training image, and it never does I/O, so that every rule in it can be tested as
-arithmetic.
+The package consists of frozen dataclasses and their encoding. It imports only the standard library, so that
+it can be copied into any training image, and does no I/O, so that every rule can be tested as pure functions.
 """

@@ -1,11 +1,10 @@
-"""Defines the directive: what the controller wants of one sidecar.
+"""Defines the directive: the state that the controller requests of one sidecar.
 
-It is a wanted state, not an event: the same one may be sent any number of times, and the sidecar converges to
-it.
+It is a desired state, not an event: it may be sent any number of times, and the sidecar converges to it.
 
-Order is kept by three numbers. An older attempt is refused. Within an attempt the phase only moves forward.
-And each directive says how many the sidecar had followed when it was decided upon: what arrives after a later
-one is refused.
+Three numbers keep the order. An older attempt is refused. Within an attempt the phase only moves forward.
+Each directive carries the number of directives that the sidecar had followed when it was decided on, so one
+that arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from functools import cached_property
 from tiercheck.protocol.version import History, Share, Version
 
 RESTORE_STALL = 180.0
-"""Seconds without a byte after which a source of a restore is given up, if the job says nothing else. The
-grace of a file server that was restarted (90 s with NFSv4) fits in, and so do all tries of a request to a
+"""Seconds without a byte after which a restore gives up a source; the default for a job.
+
+It exceeds the grace period of a restarted file server (90 s with NFSv4) and all tries of a request to a
 store."""
 
 
 class Phase(str, Enum):
-    """What the launchers may do in this attempt."""
+    """The phase of an attempt, which determines what the launchers may do."""
 
     HOLD = "Hold"
-    """Restore, and keep the training command stopped."""
+    """Ranks are restored, and the training command stays stopped."""
     RELEASE = "Release"
-    """Every rank holds the restore version: start the training command."""
+    """Every rank holds the restore version: the training command is started."""
     FINISH = "Finish"
-    """The job is over (or suspended): flush what is owed to the remote tier, stop the command, exit."""
+    """The job is over or suspended: finish pending uploads to the remote tier, stop the command, exit."""
 
     @property
     def order(self) -> int:
@@ -44,18 +44,18 @@ _ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 class DeltaMode(str, Enum):
-    """Whether deltas are taken (`spec.checkpoint.delta.mode`)."""
+    """The condition under which deltas are taken (`spec.checkpoint.delta.mode`)."""
 
     AUTO = "Auto"
-    """Where the optimizer is known, or was seen, to replay exactly, and memory has room for them."""
+    """Deltas if the optimizer is known, or was observed, to replay exactly, and memory has room."""
     REPLAY = "Replay"
-    """The user vouches for the optimizer; what a restore finds out to the contrary still counts."""
+    """Deltas because the user asserts exact replay; a mismatch found by a restore still counts."""
     NONE = "None"
     """Snapshots only."""
 
 
 class Tier(str, Enum):
-    """Where an artifact lies."""
+    """The tier in which an artifact is stored."""
 
     LOCAL = "local"
     PEER = "peer"
@@ -64,32 +64,32 @@ class Tier(str, Enum):
 
 @dataclass(frozen=True)
 class Peer:
-    """Another worker's sidecar."""
+    """The sidecar of another worker."""
 
     worker: int
     host: str
-    """Address of its pod (`protocol.address`)."""
+    """The address of its pod (`tiercheck.protocol.names.join_address`)."""
 
 
 @dataclass(frozen=True)
 class ParityGroup:
-    """Workers whose artifacts are folded into parity: any len(`holders`) of all these workers may be lost at
-    once.
+    """A group of workers with artifacts coded into parity. Any len(`holders`) of them may be lost at once.
 
     Local rank i of each member is coded with local rank i of the others.
     """
 
     members: tuple[Peer, ...]
-    """In coding order."""
+    """The members in coding order."""
     holders: tuple[Peer, ...]
-    """Who keeps the parity blocks: block j lies at holder j. Never a member."""
+    """The workers that keep the parity blocks: holder j has block j. Never a member."""
     ranks: tuple[int, ...] = ()
-    """Of ranks that are no more (`Restore.world_size`): which ones were coded together. Then `members` are
-    those who have their artifacts now, whoever they are; a peer without a host stands for nobody, among
-    `holders` too."""
+    """The ranks coded together, if they are of an earlier world size (`Restore.world_size`).
+
+    `members` are then the workers that have their artifacts; a peer without a host, also among `holders`,
+    is a missing worker."""
 
     def coded_with(self, rank: int, procs_per_worker: int) -> tuple[int, ...]:
-        """Returns the ranks that `rank` is coded with, itself among them, in coding order."""
+        """Returns the ranks that `rank` is coded with, including itself, in coding order."""
         if self.ranks:
             return self.ranks
         local = rank % procs_per_worker
@@ -102,38 +102,35 @@ class ParityGroup:
 
 @dataclass(frozen=True)
 class Source:
-    """One place a rank's artifacts can be restored from. In the peer tier either `peer` or `parity` is
-    set.
-    """
+    """A place from which a rank's artifacts can be restored; `peer` or `parity` is set in the peer tier."""
 
     tier: Tier
     peer: Peer | None = None
     parity: ParityGroup | None = None
-    """Rebuild from the group's parity and from what its other members hold."""
+    """The group from which to rebuild: its parity and the artifacts of its other members."""
 
 
 @dataclass(frozen=True)
 class SourceTable:
-    """The sources of ranks that follow one another. Each place is named once. Where all workers are told of
-    the same ranks, one table is written once for all of them: thousands are told of thousands, so each takes
-    few bytes.
-    """
+    """The sources of consecutive ranks, in few bytes: each place is named once.
+
+    If all workers need the same ranks, one table is encoded once for all. With thousands of workers, each
+    table may describe thousands of ranks."""
 
     workers: tuple[int, ...]
-    """Peers that artifacts can be restored from: the first places."""
+    """The workers of the peers that are sources: the first places."""
     hosts: tuple[str, ...]
-    """Their addresses."""
+    """The addresses of these peers."""
     others: tuple[Source, ...]
-    """The places after those, which are no single peer."""
+    """The further places, which are not single peers."""
     runs: tuple[tuple[int, ...], ...]
-    """Ranks that follow one another and are found in the same places: how many, and the number of each place,
-    nearest first."""
+    """Runs of consecutive ranks with the same places: the number of ranks, then the places, nearest first."""
     first: int = 0
-    """The rank that `runs` begin with."""
+    """The first rank of `runs`."""
 
     @staticmethod
     def of(sources: Mapping[int, tuple[Source, ...]], ranks: range) -> SourceTable:
-        """Of these ranks; one that `sources` does not know has none."""
+        """Builds the table for `ranks`; a rank missing in `sources` has no source."""
         runs = [
             (named, sum(1 for _ in run))
             for named, run in itertools.groupby(sources.get(rank, ()) for rank in ranks)
@@ -159,7 +156,7 @@ class SourceTable:
         return tuple(itertools.accumulate(max(0, run[0]) if run else 0 for run in self.runs))
 
     def of_rank(self, rank: int) -> tuple[Source, ...]:
-        """Nearest first; none of a rank that it does not have, and no place that is not there."""
+        """Returns a rank's sources, nearest first; none for an unknown rank or an invalid place."""
         number = bisect.bisect_right(self._ends, rank - self.first)
         if rank < self.first or number == len(self.runs):
             return ()
@@ -177,41 +174,43 @@ NO_SOURCES = SourceTable((), (), (), ())
 
 @dataclass(frozen=True)
 class Restore:
-    """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source
-    that has it."""
+    """A request to restore every local rank to `version`: a snapshot, and the deltas after it.
+
+    Each artifact comes from the nearest source that has it."""
 
     version: Version
     table: SourceTable
-    """Of the local ranks; with `world_size`, of all that saved the version."""
+    """The sources of the local ranks; with `world_size`, of all ranks that saved the version."""
     world_size: int = 0
-    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, and each
-    rank borrows what it needs. 0: as many as now."""
+    """The number of ranks that saved the version, if it differs from the present one; else 0.
+
+    The version is then a snapshot, and each rank reads what it needs of it."""
     base: Version | None = None
-    """The snapshot that all ranks begin from: replicas put its parts together. None: each has its own."""
+    """The snapshot that all ranks start from, combined from replicas' parts. None: each has its own."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """When a rank that makes no step counts as hung."""
+    """The limits beyond which a rank that makes no step counts as hung."""
 
     steps: float
-    """Times the usual duration of a step; and at least"""
+    """The limit as a multiple of the usual step duration."""
     seconds: float
-    """so long, so that evaluations and the like fit in."""
+    """Seconds. The least limit, so that evaluations and similar pauses fit in."""
     first_step: float | None = None
-    """Seconds that the first step of an attempt may take; None: any time, as not every script reports steps.
-    """
+    """Seconds that the first step may take; None: no limit, as not every script reports steps."""
 
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """What a worker's place has to pass before each start of the training command there."""
+    """The check that a worker must pass before each start of its training command."""
 
     command: tuple[str, ...]
-    """Run as it is in the trainer's container, with the environment of the training command. Exit code 0: it
-    passed."""
+    """The command, run as it is in the trainer container with the training command's environment.
+
+    Exit code 0: the check passed."""
     seconds: float
-    """How long it may take; then it has failed."""
+    """Seconds after which the check has failed."""
 
 
 @dataclass(frozen=True)
@@ -223,48 +222,50 @@ class Policy:
     remote_every: int
     """Steps between snapshots that also go to the remote tier."""
     remote_keep: int
-    """Versions kept in the remote tier."""
+    """The number of versions kept in the remote tier."""
     remote_bandwidth: int | None = None
     """Bytes per second for this worker's uploads; None: not limited."""
     remote_keep_seconds: float | None = None
-    """Versions younger than this are kept as well, however many they are; None: only the count decides."""
+    """Seconds. All versions younger than this are kept too; None: only the count decides."""
     peer_bandwidth: int | None = None
     """Bytes per second that this worker sends to its holders; None: not limited."""
     peer_encrypted: bool = False
-    """Whether what sidecars say to each other is enciphered; it is authenticated in any case."""
+    """True if connections between sidecars are encrypted; they are authenticated in any case."""
     peer_interfaces: tuple[str, ...] = ()
-    """Names or CIDRs of the interfaces that sidecars use for copies beside the pod's address; they tell each
-    other which addresses these are."""
+    """The names or CIDRs of interfaces that sidecars use for copies beside the pod's address.
+
+    Sidecars send each other their addresses."""
     peer_ucx: bool = False
-    """Whether UCX carries copies, between sidecars that have its library; else TCP does."""
+    """True if UCX transports copies between sidecars that have its library; otherwise TCP does."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
-    """Refuse artifacts of a state or a gradient that is not finite."""
+    """True if artifacts of a state or gradient that is not finite are refused."""
     verify_all: bool = False
-    """Compare every byte of a snapshot with the state before the next update."""
+    """True if every byte of a snapshot is compared with the state before the next update."""
     hang: HangLimits | None = None
-    """None: nothing counts as hung."""
+    """The limits for hung ranks; None: no rank counts as hung."""
     rehearse_every: float | None = None
-    """Seconds between two proofs that the newest version of a tier would come back; None: none are made."""
+    """Seconds between two proofs that a tier's newest version can be restored; None: none are made."""
     health_check: HealthCheck | None = None
-    """None: every place is good enough."""
+    """The health check; None: there is none."""
     restore_stall: float = RESTORE_STALL
-    """Seconds without a byte after which a source of a restore is given up."""
+    """Seconds without a byte after which a restore gives up a source."""
     prove_steps: int = 0
-    """Steps behind the newest complete version to which the job may go back, so that they are compared."""
+    """The most steps before the newest complete version to restore, to train these again and compare."""
     interrupt_seconds: float = 0.0
-    """How long the ranks of the attempt before may take to leave their step, so that their processes stay; 0:
-    every process is started anew."""
+    """Seconds in which ranks of the previous attempt must leave their step for their processes to stay.
+
+    0: every process is started anew."""
 
     @property
     def deltas(self) -> bool:
-        """Whether any are taken."""
+        """Returns whether deltas are taken."""
         return self.delta is not DeltaMode.NONE
 
 
 @dataclass(frozen=True)
 class Directive:
-    """The wanted state of one sidecar."""
+    """The desired state of one sidecar."""
 
     job_uid: str
     worker: int
@@ -275,36 +276,39 @@ class Directive:
     history: History
     policy: Policy
     restore: Restore | None
-    """None: start from scratch."""
+    """The restore to do; None: start from scratch."""
     holders: tuple[Peer, ...]
-    """Who keeps copies of this worker's artifacts."""
+    """The workers that keep copies of this worker's artifacts."""
     hosted: tuple[Peer, ...]
-    """Whose artifacts this worker keeps copies of."""
+    """The workers for which this worker keeps copies of artifacts."""
     coordinator: Peer
-    """Worker 0, which publishes the watermarks."""
+    """The sidecar of worker 0, which publishes the watermarks."""
     master_host: str
     master_port: int
-    """Rendezvous of the training processes of this attempt."""
+    """The port of the training processes' rendezvous in this attempt, at `master_host`."""
     parity: ParityGroup | None = None
-    """The group that this worker's artifacts are coded with; then it has no `holders`."""
+    """The group with which this worker's artifacts are coded; it then has no `holders`."""
     folded: tuple[ParityGroup, ...] = ()
-    """Groups that this worker is a holder of."""
+    """The groups for which this worker is a holder."""
     pod_uid: str = ""
-    """Of the pod that is meant. Only by it a sidecar knows for certain that it is to be another worker from
-    now on, and that it is not addressed as whoever had its address before."""
+    """The UID of the addressed pod, which identifies its sidecar even if the address had another owner.
+
+    Only with it can a sidecar be sure that an assignment to another worker is meant for it."""
     exit_code: int = 0
-    """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose
-    owner must see it."""
+    """The launcher's exit code in phase Finish.
+
+    Not zero only for a failed attached job, so that its owner sees the failure."""
     placement: str = ""
-    """Digest of who keeps what for whom in the whole job. Holders may change within an attempt; what was said
-    of other ones then counts no more."""
+    """The digest of all assignments of holders in the job.
+
+    Holders may change within an attempt; reports about a previous placement are then invalid."""
     revision: str = ""
-    """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""
+    """The digest of the fields above, made by the controller; the sidecar echoes it in its report."""
     instance: str = ""
-    """`Report.instance` of the process that is meant: one that is started again counts anew."""
+    """The `Report.instance` of the addressed process; a restarted one counts directives anew."""
     number: int = 0
-    """One more than `Report.followed` was when this was decided upon."""
+    """The value of `Report.followed` when this was decided on, plus one."""
     joins: bool = False
-    """Some ranks keep their processes, and those that start now join them: with Hold as it seems."""
+    """True if some ranks keep their processes and starting ones join them; in phase Hold a prediction."""
     signature: str = ""
-    """The operator's, of the attempt (`protocol.signing`): by it those believe it who are not told."""
+    """The operator's signature of the attempt (`protocol.signing`), which sidecars can relay to others."""

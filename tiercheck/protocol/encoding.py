@@ -1,8 +1,8 @@
-"""JSON for the protocol's dataclasses with the standard library alone.
+"""Encodes the protocol's dataclasses as JSON, and decodes them, with the standard library alone.
 
-The trainer's side has nothing installed but torch, so it encodes and decodes here. Operator and sidecar
-decode the same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two
-together). What may come in at all, for both, is said in `plain_json`.
+The trainer side may have nothing installed but torch, so it uses this module. Operator and sidecar decode the
+same classes with msgspec, which accepts exactly what `to_json` writes (a test checks that). `plain_json`
+limits the input of both.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def to_json(value: object) -> bytes:
-    """Compact JSON of a protocol dataclass."""
+    """Returns a protocol dataclass as compact JSON."""
     return _ENCODER.encode(to_builtins(value)).encode()
 
 
 def to_builtins(value: Any) -> Any:
-    """Dicts, lists and scalars, as JSON has them."""
+    """Converts a value to dicts, lists and scalars, as in JSON."""
     if type(value) in _SCALARS:
         return value
     if (names := field_names(type(value))) is not None:
@@ -50,8 +50,7 @@ def to_builtins(value: Any) -> Any:
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """What is written of a dataclass, the name of its operation first if its class has one; None if it is no
-    dataclass."""
+    """Returns the encoded names of a dataclass, `op` first if its class has one; None: it is no dataclass."""
     if kind not in _FIELDS:
         found = dataclasses.is_dataclass(kind)
         names = tuple(field.name for field in dataclasses.fields(kind)) if found else None
@@ -62,18 +61,16 @@ def field_names(kind: type) -> tuple[str, ...] | None:
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
-    """Decode `text`, of at most `most` bytes, into `cls`. Unknown fields are ignored (a newer sender may add
-    some).
+    """Decodes `text`, of at most `most` bytes, into `cls`. Raises Malformed with the first error's path.
 
-    Of a union of dataclasses it becomes the one whose class has the `op` that `text` names.
-
-    Raises Malformed, with the path of the first fault.
+    Unknown fields are ignored, because a newer sender may add some. For a union of dataclasses, the `op` in
+    `text` selects the class.
     """
     return from_builtins(parse_json(text, most), cls)
 
 
 def from_builtins(raw: object, cls: type[T]) -> T:
-    """As `from_json`, from what `parse_json` gave. Raises Malformed."""
+    """Decodes the result of `parse_json` as `from_json` does. Raises Malformed."""
     return typing.cast(T, _decode(raw, cls, "$"))
 
 
@@ -124,7 +121,7 @@ def _decode_all(raw: Any, kind: Any, path: str) -> tuple[Any, ...]:
 
 
 def _decode_dict(raw: Any, key: Any, item: Any, *, path: str) -> dict[Any, Any]:
-    """Keys, strings in JSON, may stand for whole numbers."""
+    """Decodes an object; its keys, which are strings in JSON, may represent whole numbers."""
     if not isinstance(raw, dict):
         raise Malformed(f"{path}: expected an object")
     try:

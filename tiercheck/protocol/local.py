@@ -1,14 +1,14 @@
-"""Says what goes over the pod's Unix socket, between the sidecar and its own trainer container.
+"""Defines the messages on the pod's Unix socket between the sidecar and its trainer container.
 
-One JSON object per line. A connection opens with `Hello`; after it
+One JSON object per line. A connection begins with `Hello`; after it
 
 - a *launcher* receives `Order` lines whenever the wanted state changes, and sends `LauncherEvent` lines;
-- a *listener* (the second connection of a rank whose process may stay) receives the same `Order` lines, and
-  sends `StepLeft`;
-- a *rank* (one training process) sends one `Request` per line: one class for each operation, told apart on
+- a *listener* (the second connection of a rank with a process that may stay) receives the same `Order` lines,
+  and sends `StepLeft`;
+- a *rank* (one training process) sends one `Request` per line: one class for each operation, distinguished on
   the wire by `op`. Each is answered by one `Reply`, in order; `ReportProgress` by none.
 
-Only small messages travel here; state bytes stay in the slots.
+Only small messages are sent here; state bytes stay in the slots.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from tiercheck.protocol.version import Kind, Version
 
 @dataclass(frozen=True)
 class ReserveSlots:
-    """Slots for this rank. Answered when the snapshot slots are allocated and pre-faulted; delta slots
-    follow."""
+    """Requests slots for this rank.
+
+    The reply comes once the snapshot slots are allocated and pre-faulted; delta slots follow later."""
 
     op: ClassVar[str] = "reserve"
     bytes: int
-    """What each snapshot slot must hold."""
+    """Bytes that each snapshot slot must hold."""
     delta_bytes: int | None = 0
-    """What each delta slot must hold; 0: the rank takes no deltas; None: not known yet."""
+    """Bytes that each delta slot must hold; 0: the rank takes no deltas; None: not known yet."""
     numa: int = -1
-    """The NUMA node of its device; -1: none is known."""
+    """The NUMA node of the rank's device; -1: not known."""
 
 
 @dataclass(frozen=True)
 class BeginSlot:
-    """A slot for what is captured after `step`. The reply carries `path`, or `skip` with the reason."""
+    """Requests a slot for a capture after `step`. The reply has `path`, or `skip` with the reason."""
 
     op: ClassVar[str] = "begin"
     step: int
     bytes: int = 0
-    """At most; 0: as many as were reserved."""
+    """The most bytes that the artifact takes; 0: as many as were reserved."""
     kind: Kind = Kind.SNAPSHOT
 
 
 @dataclass(frozen=True)
 class CompleteSlot:
-    """The slot at `path` is written."""
+    """Reports that the slot at `path` is written."""
 
     op: ClassVar[str] = "complete"
     path: str
@@ -59,7 +60,7 @@ class CompleteSlot:
 
 @dataclass(frozen=True)
 class AbandonSlot:
-    """The slot at `path` will not be completed."""
+    """Reports that the slot at `path` will not be completed."""
 
     op: ClassVar[str] = "abandon"
     path: str
@@ -69,30 +70,29 @@ class AbandonSlot:
 
 @dataclass(frozen=True)
 class ReportProgress:
-    """`step` was reached. No reply."""
+    """Reports that `step` was reached. No reply."""
 
     op: ClassVar[str] = "progress"
     step: int
     loss: float | None = None
     step_seconds: float | None = None
     not_finite: int = 0
-    """Steps in a row, up to this one, that the sanity gate refused."""
+    """The number of consecutive steps, up to this one, that the sanity gate refused."""
 
 
 @dataclass(frozen=True)
 class DeclineDeltas:
-    """This rank takes no deltas, because `message`; empty: it does again."""
+    """Reports that this rank takes no deltas, for the reason `message`; empty: it takes them again."""
 
     op: ClassVar[str] = "no-deltas"
     message: str = ""
     step: int = 0
-    """Unless 0: what it took in this attempt from this step on must not be replayed either, wherever it lies.
-    """
+    """The step from which this attempt's deltas must not be replayed, in any tier; 0: none."""
 
 
 @dataclass(frozen=True)
 class ReportCannotSave:
-    """Nothing of this rank can be saved, because `message`; empty: it can again."""
+    """Reports that this rank cannot be saved, for the reason `message`; empty: it can again."""
 
     op: ClassVar[str] = "cannot-save"
     message: str = ""
@@ -100,10 +100,11 @@ class ReportCannotSave:
 
 @dataclass(frozen=True)
 class ReportMismatch:
-    """The artifact of `step` is wrong, as `message` says. No version that needs it may be restored again.
+    """Reports that the artifact of `step` is wrong; `message` gives the reason.
 
-    A delta: replaying it did not give the state that it was taken from. A snapshot: replicas did not hold the
-    same.
+    No version that needs it may be restored.
+
+    For a delta: its replay did not give the state that it was taken from. For a snapshot: replicas differed.
     """
 
     op: ClassVar[str] = "mismatch"
@@ -114,7 +115,7 @@ class ReportMismatch:
 
 @dataclass(frozen=True)
 class ReportRestored:
-    """The rank has loaded the version that it was offered."""
+    """Reports that the rank has loaded the offered version."""
 
     op: ClassVar[str] = "restored"
     step: int = 0
@@ -122,26 +123,26 @@ class ReportRestored:
 
 @dataclass(frozen=True)
 class ReportResume:
-    """The steps that the rank trained again after the restore are compared with what they gave before it."""
+    """Reports how steps trained again after the restore compare with their results before it."""
 
     op: ClassVar[str] = "resume"
     step: int
-    """The version that the rank came back to."""
+    """The step of the restored version."""
     exact: Exact
     steps: int = 0
-    """How many steps were trained again and compared."""
+    """The number of steps that were trained again and compared."""
     message: str = ""
-    """For people: what differs first, or why nothing could be compared."""
+    """The first difference, or the reason why nothing could be compared, for users."""
     suspected: bool = False
-    """The step that differs is one that the rank itself had suspected."""
+    """True if the rank itself had suspected the step that differs."""
 
 
 @dataclass(frozen=True)
 class BorrowArtifact:
-    """The artifact of another `rank`, of `kind` after `step`.
+    """Requests the artifact of another `rank`, of `kind` after `step`.
 
-    The reply carries the `path` of a file with the bytes asked for at their places, verified; what else is in
-    it is undefined. It is there until `ReportRestored`; a delta until one of a later step is borrowed.
+    The reply has the `path` of a file with the requested bytes at their offsets, verified; the rest of it is
+    undefined. It exists until `ReportRestored`; a delta until one of a later step is requested.
     """
 
     op: ClassVar[str] = "borrow"
@@ -149,13 +150,12 @@ class BorrowArtifact:
     step: int
     kind: Kind = Kind.SNAPSHOT
     ranges: tuple[tuple[int, int], ...] = ()
-    """The bytes that are wanted; none: the header and the table of pieces, which are always there."""
+    """The requested byte ranges, beside the header and table of pieces, which are always included."""
 
 
 @dataclass(frozen=True)
 class ReportFailing:
-    """The process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for
-    it."""
+    """Reports that the process will end with `exit_code`; `reason` is a CamelCase word for `message`."""
 
     op: ClassVar[str] = "failing"
     reason: str
@@ -183,15 +183,16 @@ REQUESTS: dict[str, type[Request]] = {each.op: each for each in get_args(Request
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """Only the operation of a request. Where it is none of `REQUESTS`, a newer library sent it."""
+    """The operation of a request. If it is not in `REQUESTS`, a newer library sent it."""
 
     op: str
 
 
 @dataclass(frozen=True)
 class Hello:
-    """First line of a connection. `role` is "launcher", "rank" or "listener"; `rank`, `world_size`, `attempt`
-    are for the last two."""
+    """The first line of a connection. `role` is "launcher", "rank" or "listener".
+
+    `rank`, `world_size` and `attempt` are for the last two."""
 
     role: str
     pid: int
@@ -199,7 +200,7 @@ class Hello:
     world_size: int = 0
     attempt: int = 0
     refusal: str = ""
-    """Of a listener: why the process cannot stay when its attempt ends; empty: it can."""
+    """The reason why a listener's process cannot stay when its attempt ends; empty: it can."""
 
 
 NOT_RELEASED = "not every rank is restored yet"
@@ -208,7 +209,7 @@ NOT_RELEASED = "not every rank is restored yet"
 
 @dataclass(frozen=True)
 class Order:
-    """To the launcher: the wanted state of the training command."""
+    """The desired state of the training command, sent to the launcher."""
 
     attempt: int
     phase: Phase
@@ -218,45 +219,46 @@ class Order:
     master_host: str
     master_port: int
     dump_stacks: bool = False
-    """No step for long: the running command's processes are to write where they stand to the log, once per
-    attempt."""
+    """True if the command's processes must log their stacks, because no step was made for long.
+
+    Done once per attempt."""
     exit_code: int = 0
-    """With Finish: what the launcher exits with."""
+    """The launcher's exit code in phase Finish."""
     health_check: HealthCheck | None = None
-    """What has to pass before the launcher may wait for the release of an attempt."""
+    """The check that must pass before the launcher may wait for the release of an attempt."""
     interrupt_seconds: float = 0.0
-    """How long ranks that listen may take to leave the step of an older attempt."""
+    """Seconds that listening ranks may take to leave the step of an older attempt."""
     listens: tuple[int, ...] = ()
-    """The ranks whose processes may stay when their attempt ends. Others are ended at once."""
+    """The ranks with processes that may stay when their attempt ends. Others are ended at once."""
     stays: tuple[int, ...] = ()
-    """Those that have left their step for `attempt`, and wait: from its release on they are of it."""
+    """The ranks that have left their step and wait for `attempt`; from its release on they belong to it."""
     joins: bool = False
-    """Other ranks keep their processes, and one that is started now joins them. With Hold it may be started
-    already: it waits for the release in `restore`."""
+    """True if other ranks keep their processes and a new one joins them.
+
+    It may be started in phase Hold already, and then waits for the release in `restore`."""
 
 
 @dataclass(frozen=True)
 class StepLeft:
-    """From a listener: the rank has left the step of an older attempt and waits for the release of this
-    one."""
+    """Reports, from a listener, that the rank has left an older attempt's step and waits for this one."""
 
     attempt: int
     failed: bool = False
-    """It has left a step of this attempt itself, because a collective failed, and waits for a newer one."""
+    """True if it left a step of this attempt, as a collective failed, and waits for a newer attempt."""
 
 
 @dataclass(frozen=True)
 class LauncherEvent:
-    """From the launcher, which says the newest one again after each connection.
+    """The launcher's state, sent at each change and again after each connection.
 
     `event`:
 
-    - "idle": nothing of an earlier command is there any more, unless it `stays`, and the launcher waits for
-      the release of `attempt`.
-    - "started", "exited": the command of `attempt`. Ranks that have not failed may still be there: they wait.
-    - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is
-      repeated every minute.
-    - "stuck": something of the command of `attempt` does not end although it was killed; `message` names it.
+    - "idle": no process of an earlier command is left, except those that stay (`stays`), and the launcher
+      waits for the release of `attempt`.
+    - "started", "exited": the command of `attempt`. Ranks that have not failed may still exist and wait.
+    - "checking", "unhealthy": the health check of `attempt` runs; it has failed for the reason `message`, and
+      is repeated every minute.
+    - "stuck": processes of the command of `attempt` do not end although killed; `message` names them.
     """
 
     event: str
@@ -265,43 +267,43 @@ class LauncherEvent:
     reason: str = ""
     message: str = ""
     fault: str = ""
-    """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few
-    words. It goes on."""
+    """The type and place of an unexpected launcher error since the last report; the launcher continues."""
     stays: int = 0
-    """With "idle": so many ranks of an earlier attempt have left its step, and will be of `attempt`."""
+    """The number of an earlier attempt's ranks that left its step and will join `attempt` (with "idle")."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """To a rank. `error` is a sentence; an error never means that training must stop."""
+    """The reply to a rank. `error` is a sentence; an error never means that training must stop."""
 
     ok: bool
     path: str = ""
     skip: str = ""
     error: str = ""
     snapshot_every: int = 0
-    """Steps between snapshots from now on; 0: nothing new."""
+    """Steps between snapshots from here on; 0: unchanged."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """To a rank, in answer to its Hello: what to restore, and what to save."""
+    """The reply to a rank's Hello: what to restore, and what to save."""
 
     attempt: int
     snapshot_every: int
-    """Steps between snapshots; 0: not decided yet, replies will tell."""
+    """Steps between snapshots; 0: not decided yet, and sent in a later reply."""
     restore_version: Version | None = None
     restore_path: str = ""
     """A sealed, verified snapshot; valid, as are the deltas, until the rank's "restored" request."""
     restore_deltas: tuple[str, ...] = ()
-    """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
+    """Sealed, verified deltas, which replayed on the snapshot in this order give the version."""
     restore_world_size: int = 0
-    """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is
-    borrowed."""
+    """The number of ranks that saved the version.
+
+    If it is not the present number, `restore_path` is empty, and everything is read with `BorrowArtifact`."""
     restore_source: str = ""
-    """Where this rank's version came from, for people, such as "own memory"; empty: not known."""
+    """The source of this rank's version, for users, such as "own memory"; empty: not known."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     verify_all: bool = False
     error: str = ""
-    """Set when the rank is refused (stale attempt, unknown rank)."""
+    """The reason if the rank is refused (stale attempt, unknown rank)."""

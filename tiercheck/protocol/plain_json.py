@@ -1,7 +1,7 @@
-"""Reads JSON that somebody else wrote, once its size, depth and counts are known.
+"""Reads untrusted JSON after a check of its size, depth and number of values.
 
-What comes from the network, a store, shared memory, a file or an environment may hold anything. Here every
-way to fail becomes `Malformed`, whichever decoder reads the text. Only the standard library is needed.
+Input from the network, a store, shared memory, a file or an environment may contain anything. Every error
+becomes `Malformed`, whichever decoder reads the text. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ T = TypeVar("T")
 
 MOST_BYTES = 64 * 1024 * 1024
 MOST_DEPTH = 100
-"""Objects and lists inside each other. What is deeper ends some reader's stack."""
+"""The deepest nesting of objects and lists. Deeper text could overflow a reader's stack."""
 MOST_VALUES = 4_000_000
-"""Of a text that becomes objects whatever is in it: an empty list takes 3 bytes of text, and 64 of memory.
-Enough for 200,000 tensors."""
+"""The most values in text decoded without a type. Enough for 200,000 tensors.
+
+An empty list takes 3 bytes of text, and 64 of memory."""
 LEAST_WHOLE, MOST_WHOLE = -(2**63), 2**63 - 1
-"""Whole numbers, which may become sizes and offsets that the operating system counts in 64 bits."""
+"""The range of whole numbers, which may become sizes and offsets of 64 bits in the operating system."""
 
 _OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -33,12 +34,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Malformed(ValueError):
-    """The text is not what is wanted; the message says why."""
+    """The error for invalid text, with the reason as its message."""
 
 
 def parse_json(text: bytes | bytearray | str, most: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Any:
-    """Dicts, lists and scalars; whole numbers of 64 bits, finite floats, strings that are Unicode. Raises
-    Malformed."""
+    """Returns dicts, lists and scalars: 64-bit whole numbers, finite floats, Unicode. Raises Malformed."""
     return decode_with(_loads, text, most, most_values)
 
 
@@ -48,10 +48,9 @@ def decode_with(
     most: int = MOST_BYTES,
     most_values: int | None = None,
 ) -> T:
-    """What `decode` makes of the text, which has at most `most` bytes. Raises Malformed, whatever `decode`
-    raises.
+    """Returns `decode(text)`, for at most `most` bytes. Raises Malformed for any exception of `decode`.
 
-    `most_values`: for one that makes something of every value; None: its type bounds what it makes.
+    `most_values`: the limit for a decoder that creates an object per value; None: its type is the limit.
     """
     if len(text) > most:
         raise Malformed(f"it has {len(text)} bytes, {most} are the most")
@@ -61,7 +60,7 @@ def decode_with(
         return decode(content)
     except Malformed:
         raise
-    except Exception as error:  # of json, of msgspec, of the classes decoded into: all mean the same
+    except Exception as error:  # json, msgspec and the decoded classes raise various types
         raise Malformed(
             f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         ) from error
@@ -70,7 +69,7 @@ def decode_with(
 def _check(text: bytes | bytearray, most_values: int | None) -> None:
     """Raises Malformed if it is too deep, has too many values, or a whole number of more than 64 bits.
 
-    Takes a few copies of the text, and nothing for each thing in it.
+    Needs memory for a few copies of the text, and none per value.
     """
     if most_values is not None and most_values < len(text):
         values = text.count(b",") + text.count(b"[") + text.count(b"{")
@@ -85,8 +84,10 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
 
 
 def _check_long(plain: bytes | bytearray, digits: bytes | bytearray) -> None:
-    """`digits`: the same with a 0 for every digit, and blanks. Digests and names have many digits as well:
-    after an odd number of quotes these are in a string."""
+    """Raises Malformed for a whole number of over 64 bits.
+
+    `digits`: `plain` with 0 for every digit, and blanks for all else. Digits after an odd number of quotes
+    are in a string, such as a digest or a name."""
     quotes = end = 0
     while (first := digits.find(_LONG, end)) >= 0:
         quotes += plain.count(b'"', end, first)
@@ -100,20 +101,19 @@ def _check_long(plain: bytes | bytearray, digits: bytes | bytearray) -> None:
 
 
 def is_too_deep(text: bytes | bytearray) -> bool:
-    """Whether its brackets are deeper than `MOST_DEPTH`, or do not match. Takes no stack."""
+    """Returns whether brackets are deeper than `MOST_DEPTH` or do not match; does not recurse."""
     return _nests_too_deep(_with_plain_quotes(text))
 
 
 def _with_plain_quotes(text: bytes | bytearray) -> bytes | bytearray:
-    """The text with every quote at the beginning or end of a string."""
+    """Returns the text without escaped quotes, so that every quote begins or ends a string."""
     return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
 
 
 def _nests_too_deep(plain: bytes | bytearray) -> bool:
     if plain.count(b"[") + plain.count(b"{") <= MOST_DEPTH:
         return False
-    # Most strings have no brackets and are two quotes now; where one followed another directly, both become
-    # one.
+    # Most strings have no brackets: only two adjacent quotes are left of them. Adjacent strings become one.
     nested = plain.translate(_BRACKETS, _OTHERS).replace(b'""', b"")
     if b'"' in nested:
         blank = bytearray(nested)
@@ -128,7 +128,7 @@ def _nests_too_deep(plain: bytes | bytearray) -> bool:
 
 
 def _loads(text: bytes | bytearray) -> Any:
-    # Of bytes, json would guess the encoding.
+    # json would guess the encoding of bytes.
     found = _DECODER.decode(text.decode())
     if _SURROGATE.search(text):
         json.dumps(found, ensure_ascii=False).encode()

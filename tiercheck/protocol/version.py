@@ -1,21 +1,20 @@
-"""Says which state is meant: versions, artifacts that hold them, and the manifest of a remote one.
+"""Identifies states: versions, the artifacts that hold them, and the manifest of a remote version.
 
 Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would
-give a model that never existed. So a version names the attempt that produced it, and a `History` says which
-attempt owns which steps.
+give a model that never existed. So a version names the attempt that produced it, and a `History` records
+which attempt owns which steps.
 
 A version can be rebuilt from a snapshot and every delta after it. All steps of such a chain must belong to
 the accepted history: the delta of step `s` applies to the one accepted state after step `s - 1`, whichever
 attempts the two come from.
 
-A manifest is the one small object whose existence makes a version exist in the remote tier. The layout under
-the job's prefix (`<prefix>/<namespace>/<job>/`):
+A version exists in the remote tier if its manifest, one small object, exists. The layout under the job's
+prefix (`<prefix>/<namespace>/<job>/`), with <version> = <step, 12 digits>-<attempt>:
 
-    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.safetensors artifacts/<step, 12
-    digits>-<attempt>/<digest>/rank-<rank>.json   that rank's digests (RankArtifact) manifests/<step, 12
-    digits>-<attempt>.json                        written last, with If-None-Match: *; one digest per rank
-    owner/<number>.json                                               who may write here
-    (tiercheck_sidecar.remote.ownership)
+    artifacts/<version>/<digest>/rank-<rank>.safetensors
+    artifacts/<version>/<digest>/rank-<rank>.json   that rank's digests (RankArtifact)
+    manifests/<version>.json    written last, with If-None-Match: *; one digest per rank
+    owner/<number>.json         the job that may write here (tiercheck_sidecar.remote.ownership)
 
 <digest> is that of the rank's digests.
 """
@@ -34,8 +33,8 @@ from functools import cached_property
 class Version:
     """The state after optimizer step `step`, produced by attempt `attempt`.
 
-    Ordered by step, then attempt. Within one accepted history a step has one attempt only, so there the order
-    is simply "newer".
+    Ordered by step, then attempt. Within one accepted history a step has only one attempt, so there the order
+    means "newer".
     """
 
     step: int
@@ -47,28 +46,28 @@ class Version:
 
 @dataclass(frozen=True)
 class Branch:
-    """Attempt `attempt` began from the state after step `base_step` (0: from scratch)."""
+    """The start of `attempt` from the state after step `base_step` (0: from scratch)."""
 
     attempt: int
     base_step: int
     ranks: int = 0
-    """How many ranks it has. 0: not written down, so as many as the job has."""
+    """The number of its ranks; 0: not recorded, so as many as the job has."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The accepted line of attempts, oldest first.
+    """The accepted attempts, oldest first.
 
     An artifact of attempt *b* is accepted for steps in (base of *b*, lowest base of any later attempt]. These
-    intervals are disjoint, so every step has at most one owner. Branches whose interval the newest one has
-    emptied are kept until the next: if it ends before anybody trained in it, `without_newest` is the line
-    again.
+    intervals are disjoint, so every step has at most one owner. Branches with an interval that the newest
+    attempt emptied are kept until the next attempt: if the newest ends before any training in it,
+    `without_newest` restores them.
     """
 
     branches: tuple[Branch, ...] = ()
 
     def after(self, attempt: int, base_step: int, ranks: int = 0) -> History:
-        """The history once `attempt`, of so many ranks, starts from the state after `base_step`.
+        """Returns the history once `attempt`, with `ranks` ranks, starts from the state after `base_step`.
 
         Raises ValueError if `attempt` is not newer than every known one.
         """
@@ -78,13 +77,13 @@ class History:
 
     @property
     def without_newest(self) -> History:
-        """The line as it was before the newest attempt began."""
+        """Returns the history before the newest attempt began."""
         return History(self.branches[:-1])
 
     def since(self, step: int) -> History:
-        """The same line for `step` and all after it. Attempts that own only older ones are left out, and what
-        they made is not accepted any more.
-        """
+        """Returns the history from `step` on, without attempts that own only older steps.
+
+        Their artifacts are not accepted any more."""
         kept: list[Branch] = []
         end: int | None = None
         for branch in reversed(self.branches):
@@ -95,48 +94,48 @@ class History:
         return History(tuple(reversed(kept)))
 
     def accepts(self, version: Version) -> bool:
-        """Whether an artifact of this version belongs to the accepted line."""
+        """Returns whether artifacts of this version are accepted."""
         return self.owner(version.step) == version.attempt
 
     def owner(self, step: int) -> int | None:
-        """The attempt whose state after `step` is the accepted one; None for step 0 and before."""
+        """Returns the attempt with the accepted state after `step`; None for step 0 and before."""
         number = bisect_left(self._bases, step)
         return self._owners[number - 1].attempt if number else None
 
     def version_of(self, step: int) -> Version | None:
-        """The accepted version of this step; None for step 0 and before."""
+        """Returns the accepted version of this step; None for step 0 and before."""
         owner = self.owner(step)
         return None if owner is None else Version(step, owner)
 
     def steps_of(self, attempt: int) -> tuple[int, int | None] | None:
-        """The first and the last step (None: there is none) that an attempt owns; None: it is not of this
-        line."""
+        """Returns an attempt's first and last accepted step (None: open-ended); None: it is not accepted."""
         return self._steps.get(attempt)
 
     def ranks_of(self, version: Version) -> int:
-        """How many ranks a version of this line was made by; 0: not known."""
+        """Returns the number of ranks that made an accepted version; 0: not known."""
         return self._ranks.get(version.attempt, 0)
 
     def continues(self, version: Version) -> bool:
-        """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on
-        from it slot by slot."""
+        """Returns whether the version is accepted and has as many ranks as the newest attempt.
+
+        Then these ranks can continue from it slot by slot."""
         return version.attempt in self._as_many and self.owner(version.step) == version.attempt
 
     @property
     def ranks(self) -> int:
-        """Of the newest attempt; 0: not known."""
+        """Returns the number of ranks of the newest attempt; 0: not known."""
         return self.branches[-1].ranks if self.branches else 0
 
     @property
     def attempt(self) -> int:
-        """The newest attempt, 0 if none has begun."""
+        """Returns the newest attempt, 0 if none has begun."""
         return self.branches[-1].attempt if self.branches else 0
 
-    # Found once: they are asked for every artifact, and a long job has hundreds of branches.
+    # Cached: they are used for every artifact, and a long job has hundreds of branches.
 
     @cached_property
     def _owners(self) -> list[Branch]:
-        """Those that own a step, which they begin after ever later steps."""
+        """Returns the branches that own a step; their base steps increase."""
         found: list[Branch] = []
         for branch in reversed(self.branches):
             if not found or branch.base_step < found[-1].base_step:
@@ -162,7 +161,7 @@ class History:
 
     @cached_property
     def _as_many(self) -> frozenset[int]:
-        """Attempts with as many ranks as the newest, as far as is known."""
+        """Returns the attempts with as many ranks as the newest, or with an unknown number."""
         ranks, told = self.ranks, self._ranks
         return frozenset(
             attempt for attempt in told if not ranks or attempt == self.attempt or told[attempt] in (0, ranks)
@@ -173,8 +172,7 @@ class Kind(str, Enum):
     SNAPSHOT = "snapshot"
     """One rank's complete state after a step."""
     DELTA = "delta"
-    """What the optimizer consumed at one step: replayed on the state before it, it gives the state after it.
-    """
+    """The optimizer's input at one step, which replayed on the state before it gives the state after it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -190,14 +188,14 @@ class Artifact:
 
 
 MOST_BLOCKS = 256
-"""Ranks of a parity group, and blocks over them: elements of GF(2^8)."""
+"""The most ranks, and the most blocks over them, of a parity group: elements of GF(2^8)."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a parity group's redundancy a block is.
+    """The identity of a parity block.
 
-    Block `index` (0 is the XOR) over the artifacts of one version and kind of `ranks`, in coding order.
+    It is block `index` (0 is the XOR) over the artifacts of one version and kind of `ranks`, in coding order.
     """
 
     index: int
@@ -206,21 +204,21 @@ class Share:
 
 @dataclass(frozen=True)
 class Chain:
-    """How to get to a version: the snapshot `base`, then `deltas` in order."""
+    """The artifacts that give a version: the snapshot `base`, then `deltas` in order."""
 
     base: Version
     deltas: tuple[Version, ...] = ()
 
     @property
     def version(self) -> Version:
-        """Where it leads to."""
+        """Returns the version that the chain gives."""
         return self.deltas[-1] if self.deltas else self.base
 
 
 def chain_to(
     version: Version, snapshots: Collection[Version], deltas: Collection[Version], history: History
 ) -> Chain | None:
-    """The shortest chain to `version`; None if it cannot be rebuilt from these."""
+    """Returns the shortest chain to `version`; None if these artifacts do not give it."""
     if not history.accepts(version):
         return None
     links: list[Version] = []
@@ -237,7 +235,7 @@ def chain_to(
 def rebuildable(
     snapshots: Collection[Version], deltas: Collection[Version], history: History
 ) -> frozenset[Version]:
-    """Every accepted version that these artifacts of one rank lead to."""
+    """Returns every accepted version that can be rebuilt from these artifacts of one rank."""
     found: set[Version] = set()
     for base in snapshots:
         link: Version | None = base if history.accepts(base) else None
@@ -254,7 +252,7 @@ _VERSION_NAME = re.compile(r"([0-9]{12})-([0-9]{1,18})")
 
 @dataclass(frozen=True)
 class Digests:
-    """xxh3-128 (hex) of each `chunk`-byte piece of an artifact, in order; the last piece may be shorter."""
+    """The xxh3-128 (hex) of each `chunk`-byte piece of an artifact, in order; the last may be shorter."""
 
     size: int
     chunk: int
@@ -263,10 +261,10 @@ class Digests:
 
 @dataclass(frozen=True)
 class RankArtifact:
-    """One rank's artifact in a store, with what is needed to verify it.
+    """A rank's artifact in a store, with its digests for verification.
 
-    The object beside the artifact carries `digests`. The manifest, which names thousands of ranks, carries
-    the `digest` of them only.
+    The object beside the artifact has `digests`. The manifest, which names thousands of ranks, has only the
+    `digest` of them.
     """
 
     rank: int
@@ -274,9 +272,9 @@ class RankArtifact:
     key: str
     digests: Digests | None = None
     size: int = 0
-    """Bytes; 0 where `digests` say it."""
+    """The size in bytes; 0 if `digests` has it."""
     digest: str = ""
-    """Of the digests (`tiercheck_sidecar.remote.verify.digest_of`); empty where they are here."""
+    """The digest of the digests (`tiercheck_sidecar.remote.errors.digest_of`); empty if `digests` is set."""
 
     @property
     def bytes(self) -> int:
@@ -285,7 +283,7 @@ class RankArtifact:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete version. `previous` is informative only."""
+    """The manifest of a complete version in the remote tier."""
 
     job: str
     job_uid: str
@@ -297,12 +295,12 @@ class Manifest:
 
 
 def version_name(version: Version) -> str:
-    """The version's name in keys and file names; sorts by step. Inverse: `parse_version_name`."""
+    """Returns the version's name in keys and file names, which sorts by step. See `parse_version_name`."""
     return f"{version.step:012d}-{version.attempt}"
 
 
 def parse_version_name(name: str) -> Version:
-    """Raises ValueError if `name` was not made by `version_name`."""
+    """Parses the result of `version_name`. Raises ValueError."""
     match = _VERSION_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"not a version name: {name[:80]!r}")

@@ -1,1 +1,1 @@
-"""The trainer's part saves the state while training goes on, and puts it back bit for bit."""
+"""Saves the state while training continues, and restores it bit for bit."""

@@ -1,4 +1,4 @@
-"""Says where a training goes on and from what, at each start, and how far a rank is, at each step."""
+"""Reports from which version a training starts, and the progress of a rank at each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND = (
 
 
 class Announcements:
-    """Of one Checkpointer. Rank 0 prints to stderr; a rank at which something is wrong logs it."""
+    """Reports starts and resumes of one Checkpointer: rank 0 prints to stderr, any rank logs problems."""
 
     def __init__(self, backend: Backend, saver: Saver, rank: int) -> None:
         self._backend, self._saver, self._rank = backend, saver, rank
@@ -37,9 +37,12 @@ class Announcements:
         ended: int,
         changes: Sequence[str],
     ) -> None:
-        """Print where training goes on. `verdict`: why nothing will be compared; `left_out`: what is there
-        and was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it
-        was given otherwise than the life before."""
+        """Prints where training starts or continues.
+
+        `verdict`: why nothing will be compared; `left_out`: what was found but is not taken; `ended`: the
+        step at which the script had nothing left to do; `changes`: what the script was given that differs
+        from the previous run.
+        """
         if offer is None:
             self._print(f"starts at step 0: no version in {self._backend.place}")
         else:
@@ -59,7 +62,7 @@ class Announcements:
             self._report(verdict)
 
     def report_verdict(self, verdict: Verdict) -> None:
-        """Print how the steps that were trained again compare with the life before, and report it."""
+        """Prints and reports how the steps that were trained again compare with the previous run."""
         again = f"{verdict.steps} step{'s' * (verdict.steps != 1)} trained again"
         begin = f"resumed at {self._where}"
         if verdict.exact is Exact.PROVEN:
@@ -85,7 +88,7 @@ def _chain(deltas: int) -> str:
 
 
 class StepProgress:
-    """Of one Checkpointer, in the training thread."""
+    """Reports the progress of one Checkpointer, in the training thread."""
 
     def __init__(self, backend: Backend, saver: Saver) -> None:
         self._backend, self._saver = backend, saver
@@ -93,11 +96,11 @@ class StepProgress:
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """The first step begins now."""
+        """Records that the first step begins."""
         self._last_at = time.monotonic()
 
     def read_loss(self, loss: Any) -> float | None:
-        """As a number, if it is one. That of a device is waited for."""
+        """Returns the loss as a number, or None if it is not one. Waits for a tensor on a device."""
         try:
             return None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         except Exception as error:  # invariant: no failure of ours stops training
@@ -107,7 +110,7 @@ class StepProgress:
             return None
 
     def step(self, step: int, loss: float | None) -> None:
-        """It has ended."""
+        """Records that `step` has ended, and reports it."""
         now = time.monotonic()
         if self._last_at is not None:
             seconds = now - self._last_at
@@ -116,5 +119,5 @@ class StepProgress:
         self.tell(step, loss if loss is not None and math.isfinite(loss) else None)
 
     def tell(self, step: int, loss: float | None = None) -> None:
-        """Say again where it is."""
+        """Reports the progress again."""
         self._backend.progress(step, loss, self._seconds, self._saver.sanity.in_a_row)

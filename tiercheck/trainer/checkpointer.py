@@ -1,4 +1,4 @@
-"""Brings the state back and keeps it safe: the one object that a training script needs.
+"""Saves and restores the state of a rank: the one object that a training script needs.
 
     checkpointer = Checkpointer(model, optimizer, state={"scheduler": scheduler, "data": position})
     for step in range(checkpointer.restore(), steps):
@@ -14,7 +14,7 @@ In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder.
             ...
 
 as its loop, a process outlives the loss of another rank: model, compiled code and loaders stay. With any
-other loop `tiercheck.reenter(train)` calls the function again that trains.
+other loop `tiercheck.reenter(train)` calls the training function again.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, 
 
 __all__ = ["Checkpointer", "Found", "find", "reenter"]
 
-groups()  # before the script makes any
+groups()  # before the script creates any process group
 
 _Batch = TypeVar("_Batch")
 
 _CLOSE_SECONDS = 60.0
 _PAUSE_SECONDS = 4.0
-"""How long what is under way may take to end where another attempt has begun."""
+"""Seconds. Limits how long a save in progress may take to end once another attempt has begun."""
 _UNDECIDED = 50
-"""Steps between snapshots while the job has not said, without deltas."""
+"""The number of steps between snapshots, without deltas, until the job sets one."""
 _UNDECIDED_WITH_DELTAS = 4
 
 
@@ -87,24 +87,24 @@ class Checkpointer:
         optimizer: The optimizer, or all of them.
         state: Whatever else the next step depends on, by names of your choice: objects with
             `state_dict`/`load_state_dict`, plain dicts, generators (torch.Generator, numpy's). Modules in it,
-            such as averaged weights, are stored as tensors like the model.
-        every: Steps between snapshots. None: as the job says, 50 outside a cluster.
+            such as averaged weights, are stored as tensors, as the model is.
+        every: Steps between snapshots. None: set by the job, 50 outside a cluster.
         folder: Where snapshots go outside a cluster. None: `checkpoints` in the working directory.
         keep: How many complete snapshots stay in `folder`.
-        sanity_gate: Refuse what has a loss, gradient, parameter or optimizer state that is not finite.
-            None: as the job says.
+        sanity_gate: Refuse a state if its loss, a gradient, a parameter or an optimizer state is not
+            finite. None: set by the job.
         verify_all: Compare every byte of a snapshot with the state before the next update, which waits for
-            it. None: as the job says.
+            it. None: set by the job.
         found: What `tiercheck.find` returned, for frameworks that must know the step before they make model
             and optimizer. `folder`, `keep` and `run` are then those given to `find`.
-        run: Name of the training. A folder keeps the versions of each apart, and a start takes up only its
-            own. None: the file name of the script.
+        run: Name of the training. A folder keeps the versions of each separate, and a start restores only
+            its own. None: the file name of the script.
         leave_out: Patterns (fnmatch) of names of frozen parameters and buffers that the script loads itself
             at each start, before `restore`, such as quantised base weights.
 
     Raises:
-        NotCapturable: A TypeError. The model, an optimizer or `state` holds what can never be saved; the
-            message names it.
+        NotCapturable: A TypeError. The model, an optimizer or `state` holds something that can never be
+            saved; the message names it.
         ValueError: `every` is less than 1, or this process has a Checkpointer that is not closed: one in a
             cluster, elsewhere one for each folder.
     """
@@ -143,11 +143,11 @@ class Checkpointer:
         atexit.register(self.close)
 
     def _open(self, found: Found | None = None) -> None:
-        """Make what belongs to one attempt: a process that outlives another rank does so again."""
+        """Creates what belongs to one attempt. A process that outlives another rank calls it again."""
         trained = self._trained = TrainedState(*self._given)
         self._found = found
         self.rank, self.world_size = trained.rank, trained.world_size
-        """This process among the ranks of the job."""
+        """This rank's number, and the number of ranks in the job."""
         backend = self._backend = (
             open_backend(self._folder, self._keep, self._run) if found is None else found.backend
         )
@@ -166,44 +166,44 @@ class Checkpointer:
         fingerprints = Fingerprints(trained.model, trained.beside.values(), trained.optimizers, trained.state)
         self._resume = Resume(fingerprints, self._announced.report_verdict, self._saver.warn)
         self._clean = False
-        """Whether the state is what the last `step` left, and may be saved as such."""
+        """True while the state is as the last `step` left it, and may be saved as such."""
         self._suspicion = ""
-        """Why the step under way is to be made again; empty: it is not."""
+        """The reason why the current step must be repeated; empty: none."""
         self._saved = 0
-        """The newest step of which a snapshot was begun, or that was restored; 0: none."""
+        """The step of the newest snapshot that was begun or restored; 0: none."""
         self.step_number = 0
-        """Optimizer steps done, restored ones included."""
+        """The number of optimizer steps done, including restored ones."""
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
 
     @property
     def attempt(self) -> int:
-        """The job's attempt that this process belongs to; 0 outside a cluster."""
+        """Returns the job's attempt that this process belongs to; 0 outside a cluster."""
         return self._backend.attempt
 
     @property
     def captured(self) -> int:
-        """Snapshots handed over complete."""
+        """Returns the number of snapshots handed over complete."""
         return self._saver.captured
 
     @property
     def skipped(self) -> int:
-        """Snapshots that were due but not taken."""
+        """Returns the number of snapshots that were due but not taken."""
         return self._saver.skipped
 
     @property
     def deltas(self) -> int:
-        """Deltas handed over complete."""
+        """Returns the number of deltas handed over complete."""
         return self._saver.deltas
 
     @property
     def deltas_skipped(self) -> int:
-        """Deltas that were wanted but not taken."""
+        """Returns the number of deltas that were wanted but not taken."""
         return self._saver.deltas_skipped
 
     @property
     def every(self) -> int:
-        """Steps between snapshots."""
+        """Returns the number of steps between snapshots."""
         return (
             self._every
             or self._backend.every
@@ -212,28 +212,28 @@ class Checkpointer:
 
     @property
     def sanity_gate(self) -> bool:
-        """Whether what is not finite is refused."""
+        """Returns whether a state that is not finite is refused."""
         return self._backend.sanity_gate if self._sanity_gate is None else self._sanity_gate
 
     @torch.inference_mode(False)
     def restore(self) -> int:
-        """Load the version to continue from. Call it once, before training.
+        """Loads the version to continue from. Call it once, before training.
 
         Returns:
             The step of that version; 0 is a fresh start.
 
         Raises:
-            RestoreError: The version cannot be found out or read. Training must not begin.
+            RestoreError: The version cannot be determined or read. Training must not begin.
             DifferentState: A ValueError. The version does not fit model, optimizer or `state`. Training must
                 not begin.
-            NotCapturable: A TypeError. `state` holds what could not be read back later.
+            NotCapturable: A TypeError. `state` holds something that could not be read back later.
         """
         if self._forked:
             raise NotCapturable(
                 "this Checkpointer was made before the process was forked: make it in the one that trains"
             )
-        if groups().alone:  # from here on the others are there, and this rank is one of them
-            self._backend.find()  # once the attempt is released
+        if groups().alone:  # from here on the other ranks are there, and this rank takes part
+            self._backend.find()  # returns once the attempt is released
             self._let_go()
             groups().reconnect(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.world_size
@@ -261,7 +261,7 @@ class Checkpointer:
             capturing.start(None)
         else:
             capturing.start(loaded.version.step, loaded.room, loaded.blob_bytes)
-            loaded.put_back(trained.state)  # the last: from here on nothing asks the script's objects
+            loaded.put_back(trained.state)  # last: until the first step nothing may query these objects
         journal = None if capturing.refused else backend.journal
         name = fingerprint(name_of(self._run))
         verdict = self._resume.begin(journal, name, self.world_size, self.step_number)
@@ -279,17 +279,17 @@ class Checkpointer:
         return self.step_number
 
     def steps(self, total: int) -> Iterator[RepeatableStep]:
-        """Restore, and yield the number of each step up to `total`, for a loop whose process stays when
-        another rank of the job is lost:
+        """Restores, and yields each step up to `total`, in a process that outlives the loss of a rank:
 
             for step in checkpointer.steps(total):
                 with step:
                     ...
                     checkpointer.step(loss)
 
-        Then the step under way is left, the version to go on from is loaded into the living model, and the
-        loop goes on with the step after it. What the script makes before the loop is kept as it is; what has
-        to go back belongs into `state`. Outside a cluster it is the loop over `range(restore(), total)`.
+        When another rank of the job is lost, the current step is abandoned, the version to continue from is
+        loaded into the existing model, and the loop continues with the step after it. What the script
+        creates before the loop is kept as it is; what has to go back belongs in `state`. Outside a cluster
+        this is the loop over `range(restore(), total)`.
 
         Raises:
             RestoreError, DifferentState, NotCapturable: As `restore`.
@@ -297,8 +297,10 @@ class Checkpointer:
         return self._loop.steps(self.restore(), total)
 
     def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[RepeatableStep, _Batch]]:
-        """As `steps`, each with the next batch of `loader`, which is iterated anew at its end and after each
-        restore. A `ResumableSampler` that it has as `batch_sampler` is moved on with each batch.
+        """Yields each step as `steps` does, with the next batch of `loader`.
+
+        The loader is iterated anew at its end and after each restore. A `ResumableSampler` that it has as
+        `batch_sampler` advances with each batch.
 
         Raises:
             ValueError: The loader has no batch.
@@ -321,8 +323,9 @@ class Checkpointer:
 
     @torch.inference_mode(False)
     def step(self, loss: float | torch.Tensor | None = None) -> None:
-        """Mark the end of an optimizer step, after the scheduler and everything else has moved. Starts what
-        is due of it; returns without waiting for it, and raises nothing if it cannot be saved.
+        """Marks the end of an optimizer step, after the scheduler and everything else has moved.
+
+        Starts the snapshot or delta that is due, without waiting for it. A failure to save raises nothing.
 
         Args:
             loss: One number. A tensor on a device is waited for.
@@ -356,23 +359,24 @@ class Checkpointer:
         if taken:
             self._saver.submit(*taken)  # the snapshot first: it has more to copy before the next update
             if self._capturing.unseen.found:
-                self._saver.barrier()  # nobody will say when the next one begins
+                self._saver.barrier()  # no hook will report when the next one begins
         self._hooks.move_inside()
         if stopping and self._stop is not None:
             self._saver.wait(_CLOSE_SECONDS)
             self._stop.obey()
 
     def suspect(self, reason: str) -> None:
-        """Have the step under way made again, because its arithmetic may be wrong. Call it before `step`, at
-        each rank that has a doubtful result. `step` then keeps nothing of it and ends the attempt: all ranks
-        go back to a version before it. A rank that gets other bits the second time is named, and its worker
-        moves to another node if it is the only one.
+        """Requests that the current step be repeated, because its arithmetic may be wrong.
+
+        Call it before `step`, at each rank that has a suspect result. `step` then keeps nothing of it and
+        ends the attempt: all ranks go back to a version before it. A rank that gets other bits the second
+        time is named, and its worker moves to another node if it is the only one.
 
         Args:
             reason: What was found, for people.
 
         Raises:
-            RuntimeError: This is no job in a cluster, or `step` was called already.
+            RuntimeError: This is not a job in a cluster, or `step` was called already.
         """
         if self._backend.is_folder:
             raise RuntimeError("suspect needs a TierCheckJob: outside a cluster nobody takes the ranks back")
@@ -381,8 +385,7 @@ class Checkpointer:
         self._suspicion = " ".join(reason.split()) or "no reason was given"
 
     def _give_step_up(self, same: bool) -> None:
-        """Raises StepSuspected, once the job knows of it. `same`: it was suspected before, and gave the
-        same."""
+        """Reports the suspicion, then raises StepSuspected. `same`: the repeated step gave the same bits."""
         again = "; made again, it gave the same bits: look at the script's arithmetic, not at the machine"
         message = f"step {self.step_number} is suspected: {self._suspicion[:500]}{again if same else ''}"
         self._suspicion, self._clean = "", False
@@ -391,25 +394,27 @@ class Checkpointer:
         raise StepSuspected(message)
 
     def alive(self) -> None:
-        """Say that this rank is well although it makes no step: during a long evaluation, for example.
+        """Reports that this rank is well although it makes no step, for example during a long evaluation.
+
         Without it, a pause far longer than any before counts as a hang (`failurePolicy.hang`), and the job is
-        restarted."""
+        restarted.
+        """
         if not self._forked:
             self._progress.tell(self.step_number)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until the snapshot under way is handed over; False if `timeout` seconds were not enough."""
+        """Waits until the snapshot in progress is handed over. Returns False after `timeout` seconds."""
         return not self._forked and self._saver.wait(timeout)
 
     def close(self) -> None:
-        """Finish what is under way, deliver the last progress, let go of the model. May be called twice."""
+        """Finishes saves in progress, sends the last progress, releases the model. May be called twice."""
         if self._closed or self._forked:  # a data-loader worker inherits the exit hook
             return
         self._closed = True
         finished = sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None
         short = self._saved == 0 < self.step_number and self._clean and self._backend.is_folder
         snapshot = self._capturing.take(self.step_number, None, False) if finished and short else None
-        if snapshot is not None:  # a first try, shorter than `every`
+        if snapshot is not None:  # a first run, shorter than `every`
             self._saver.submit(snapshot)
         if self._stop is not None:
             self._stop.release()
@@ -421,7 +426,7 @@ class Checkpointer:
         self._leave_process()
 
     def _leave_process(self) -> None:
-        """Another Checkpointer of this process may take its place."""
+        """Allows another Checkpointer of this process to take its place."""
         self._closed = True
         atexit.unregister(self.close)
         if self._last_words is not None:
@@ -432,7 +437,7 @@ class Checkpointer:
         self._backend.failing(reason, message, exit_code)
 
     def _let_go(self) -> None:
-        """End what belongs to an attempt that is over. Raises RestoreError if it does not end."""
+        """Ends what belongs to the attempt that is over. Raises RestoreError if it does not end."""
         self._hooks.remove()
         self._resume.end(finished=False)
         if not self._saver.close(_PAUSE_SECONDS):
@@ -440,21 +445,21 @@ class Checkpointer:
         self._backend.close()
 
     def _pause(self) -> None:
-        """Between two attempts, in the process that stays. Raises CannotForget, RestoreError."""
-        if not self._closed:  # by a `finally` of the script
+        """Cleans up between two attempts, in the process that stays. Raises CannotForget, RestoreError."""
+        if not self._closed:  # else a `finally` of the script has closed it
             self._let_go()
         trained = self._trained
         forget_half_step([trained.given_model, *trained.given_modules.values()], trained)
 
     def _go_on(self) -> int:
-        """Restore in the new attempt, and return its step. Raises RestoreError, DifferentState."""
+        """Restores in the new attempt, and returns its step. Raises RestoreError, DifferentState."""
         self._open()
         if not (step := self.restore()):
             raise RestoreError("there is no version to go back to, and what the script began with is gone")
         return step
 
     def _enter_again(self, is_made_anew: bool) -> None:
-        """Before the function is called again, and makes a Checkpointer of its own if `is_made_anew`."""
+        """Prepares for another call of the function, which creates its Checkpointer if `is_made_anew`."""
         if is_made_anew:
             self._leave_process()
         else:
@@ -472,13 +477,12 @@ class Checkpointer:
 
     @property
     def _forked(self) -> bool:
-        """Whether this process is a fork of the one that is saved: here nobody copies anything, and what it
-        trains is its own."""
+        """Returns whether this process is a fork of the one that is saved, in which nothing is saved."""
         return os.getpid() != self._pid
 
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._forked:
-            return  # what is compiled is traced once, and never called: `Unseen` finds out
+            return  # compiled code is traced once and never calls this: `Unseen` detects that
         self._loop.interruption_point()
         self._clean = False
         self._saver.barrier()

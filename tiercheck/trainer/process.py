@@ -1,13 +1,13 @@
-"""Ends a rank: its step is finished and saved, it says why and where it stood, no thread crashes it.
+"""Ends a rank cleanly: saves its step, reports why and where it ended, and waits for gloo's threads.
 
-torchrun ends with 1 whatever happened, and a log must be found before it can be read. So an exception that
-nobody caught is told to the sidecar on the way out, with a reason that says whose fault it is, as far as its
-type and text are clear about it.
+torchrun ends with 1 whatever happened, and a log must be found before it can be read. So an uncaught
+exception is reported to the sidecar on the way out, with a reason that classifies it, as far as its type and
+text are clear.
 
-A rank that hangs in a collective cannot say where. The interpreter's own signal handler can, whatever it
-waits in.
+A rank that hangs in a collective cannot report where. The interpreter's own signal handler can, whatever the
+rank waits in.
 
-Threads of gloo must be idle before the interpreter goes.
+Threads of gloo must be idle before the interpreter exits.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ from tiercheck.protocol.names import (
 )
 
 _STOP_PATIENCE = 20
-"""Seconds until the signal ends the process although no step has ended. A script between two trainings must
-not ignore it."""
+"""Seconds. The signal then ends the process although no step has ended, as between two trainings."""
 _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class StopRequest:
-    """Takes the place of the default handlers of both signals, until `release`."""
+    """Replaces the default handlers of both signals, until `release`."""
 
     def __init__(self) -> None:
         self.signal = 0
-        """The one that came; 0: none."""
+        """The number of the signal that was received; 0: none."""
         self._pid = os.getpid()
         self._alarm: Any = None
         self._taken: list[int] = []
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULT.items():
-                if signal.getsignal(number) is default:  # a framework, or the script, has another use for it
+                if signal.getsignal(number) is default:  # else a framework, or the script, uses it
                     signal.signal(number, self._ask)
                     self._taken.append(number)
 
     def obey(self) -> None:
-        """Do what the signal does by default. Raises KeyboardInterrupt for Ctrl-C."""
+        """Performs the default action of the signal. Raises KeyboardInterrupt for Ctrl-C."""
         self.release()
         signal.raise_signal(self.signal)
 
     def release(self) -> None:
-        """Give the signals back. May be called twice."""
+        """Restores the default handlers. May be called twice."""
         if self._alarm is not None:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, self._alarm)
@@ -101,20 +100,18 @@ _HARDWARE = (
     "gpu is lost",
 )
 _XID = re.compile(r"\bxid\W{0,4}(?:\(pci:[^)]*\)\W{0,3})?(?:48|63|64|74|79|92|94|95|119|120)\b")
-"""The driver's numbers of faults for which NVIDIA says to drain the node or reset the GPU (GPU Debug
-Guidelines, Xid catalog)."""
+"""Xids at which NVIDIA advises to drain the node or reset the GPU (GPU Debug Guidelines, Xid catalog)."""
 _COLLECTIVES = ("nccl", "gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class StepSuspected(BaseException):
-    """`Checkpointer.suspect` was called in the step that has ended. No Exception: a script must not go on
-    from it."""
+    """`Checkpointer.suspect` was called in this step. Not an Exception: scripts must not go on from it."""
 
 
 def reason_of(error: BaseException) -> str:
-    """One of the words above."""
+    """Returns the reason for `error`: one of the constants imported from `protocol.names`."""
     text = str(error).lower()
     if isinstance(error, SystemExit):
         return EXITED
@@ -132,13 +129,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Its type and the beginning of its text, in one line."""
+    """Returns the error's type and the beginning of its text, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What the interpreter ends with because of it."""
+    """Returns the exit code of an interpreter that ends because of `error`."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -147,9 +144,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 class LastWords:
-    """Hands what ends this process to `tell`, once. Never raises; what was there before is called after
-    it.
-    """
+    """Reports the error that ends this process, once; then calls the previous excepthook. Never raises."""
 
     def __init__(self, tell: Callable[[str, str, int], None]) -> None:
         self._tell = tell
@@ -176,12 +171,11 @@ class LastWords:
 
 
 ASK = signal.SIGUSR2
-"""Sent by the launcher when no step was made for long."""
+"""The signal that the launcher sends when no step has been made for long."""
 
 
 def answer_with_stacks() -> bool:
-    """From now on `ASK` writes the stack of every thread to stderr, and nothing else happens. False if the
-    script, or the platform, has another use for the signal."""
+    """Makes `ASK` write all threads' stacks to stderr. Returns False if the signal is in use or missing."""
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may be no file
         if signal.getsignal(ASK) is signal.SIG_DFL:
             faulthandler.register(ASK, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=False)
@@ -191,24 +185,23 @@ def answer_with_stacks() -> bool:
 
 _NAME = "pt_gloo_runloop"  # 15 characters: all that Linux keeps of a name
 _PAUSE = 0.002
-_LOOKS = 2  # who waited for the interpreter lock at the first look has had it before the second
+_LOOKS = 2  # a thread that waits for the interpreter lock at the first look has had it before the second
 _PATIENCE = 1.0
 
 
 @functools.cache
 def wait_at_exit() -> None:
-    """Let the process wait for them, after the hooks that are registered later."""
+    """Makes the process wait for gloo's threads at exit, after the hooks that are registered later."""
     atexit.register(wait_until_idle)
 
 
 def wait_until_idle() -> None:
-    """Return when no gloo thread of this process has anything to do; after a second in any case. Raises
-    nothing.
+    """Waits until no gloo thread of this process has anything to do, at most a second. Raises nothing.
 
-    Such a thread may be the last to let go of a tensor, some time after it said that the collective is done,
-    and needs the interpreter lock for that. An interpreter before 3.14 that has begun to end unwinds whoever
-    asks for its lock, which a C++ destructor answers with abort. `destroy_process_group` does not end these
-    threads: DTensor's caches keep the group.
+    Such a thread may be the last to release a tensor, some time after it reported the collective as done, and
+    needs the interpreter lock for that. An interpreter before 3.14 that has begun to end unwinds any thread
+    that asks for its lock, which a C++ destructor answers with abort. `destroy_process_group` does not end
+    these threads: DTensor's caches keep the group.
     """
     end = time.monotonic() + _PATIENCE
     idle = 0

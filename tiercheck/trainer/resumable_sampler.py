@@ -1,4 +1,4 @@
-"""Orders samples so that none comes twice or is left out, whenever and on any ranks a run goes on.
+"""Orders samples so that none comes twice or is left out, whenever and on any ranks a run resumes.
 
 The order is a function of seed and epoch alone, and the position in it is counted in samples of all ranks
 together.
@@ -12,7 +12,7 @@ together.
             ...
             checkpointer.step(loss)
 
-What counts is what the loop was given, not what the loader's workers have fetched ahead of it.
+Only batches that the loop has received count, not those that the loader's workers have prefetched.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _Batch = TypeVar("_Batch")
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """A batch sampler: of each global batch, the consecutive part of this rank.
+    """A batch sampler that yields this rank's consecutive part of each global batch.
 
     `length`: samples of the dataset. `global_batch_size`: samples that all ranks together take at once (one
     micro-batch); it does not depend on their number, so neither do the global batches. Parts differ by at
     most one sample if it is not divisible. `tail`: what becomes of an epoch's last samples if they do not
     fill a global batch: "drop" leaves them out of this epoch (each epoch has another order); "carry" fills
-    the batch from the next epoch, so that every sample comes exactly once in each. `rank`, `world_size`: as
-    torch.distributed or torchrun's environment say.
+    the batch from the next epoch, so that every sample comes exactly once in each. `rank`, `world_size`:
+    default to those of torch.distributed or torchrun's environment.
 
     It needs 8 bytes of memory per sample for the order of an epoch. Raises ValueError if no global batch can
     be filled, or if there are more ranks than samples in one.
@@ -68,34 +68,37 @@ class ResumableSampler(Sampler[list[int]]):
         self._length, self._global, self._seed = length, global_batch_size, seed
         self._shuffle, self._carry = shuffle, tail == "carry"
         self.epoch = 0
-        """Of the next global batch."""
+        """The epoch of the next global batch."""
         self.position = 0
-        """Samples of this epoch that the ranks together have been given."""
+        """The number of samples of this epoch that all ranks together have been given."""
         self._kept: tuple[int, torch.Tensor] | None = None
         self._loads = 0
-        """How often a position was put back."""
+        """The number of times that a position was loaded."""
 
     def __len__(self) -> int:
-        """Global batches of this whole epoch, also of one that is resumed."""
+        """Returns the number of global batches in this whole epoch, also in one that is resumed."""
         samples = self._length - self.position % self._global
         return -(-samples // self._global) if self._carry else samples // self._global
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From the position to the end of the epoch. To draw from it moves nothing: `advance` does."""
+        """Yields the batches from the position to the epoch's end. Only `advance` moves the position."""
         epoch, position = self.epoch, self.position
         while epoch == self._epoch_at(position, epoch):
             yield self._part(epoch, position)
             position += self._global
 
     def _epoch_at(self, position: int, epoch: int) -> int:
-        """The epoch in which the global batch at `position` of `epoch` begins."""
+        """Returns the epoch in which the global batch at `position` of `epoch` begins."""
         end = position if self._carry else position + self._global - 1
         return epoch if end < self._length else epoch + 1
 
     def follow(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The loader's batches, each counted when it is handed out: so a checkpoint taken in the loop's body
-        has it behind it. One taken at an epoch's last batch is still in that epoch: a run that resumes there
-        gets no batch, and goes on with what the script does at the epoch's end."""
+        """Yields the loader's batches, and counts each when it is handed out.
+
+        So a checkpoint taken in the loop's body includes its batch. One taken at an epoch's last batch is
+        still in that epoch: a run that resumes there gets no batch, and continues with what the script does
+        at the epoch's end.
+        """
         drawn = torch.get_rng_state()
         batches = iter(
             loader
@@ -116,7 +119,7 @@ class ResumableSampler(Sampler[list[int]]):
                 self._end_epoch()
 
     def advance(self, batches: int = 1) -> None:
-        """That many global batches were handed out, otherwise than by `follow`."""
+        """Counts global batches that were handed out by other means than `follow`."""
         for _ in range(batches):
             self.position += self._global
             self._end_epoch()
@@ -134,7 +137,7 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if it is a position in another order."""
+        """Restores a position. Raises ValueError if it is one in another order."""
         order = [self._length, self._seed, self._shuffle, self._carry]
         if state["order"] != order:
             raise ValueError(
@@ -148,7 +151,7 @@ class ResumableSampler(Sampler[list[int]]):
         begin, end = (position + self._global * n // self.world_size for n in (self.rank, self.rank + 1))
         part = self._order(epoch)[begin:end].tolist()
         if (missing := end - begin - len(part)) > 0:
-            # The rest of a batch that ends in the next epoch. One has at least as many samples as a batch.
+            # The rest of a batch that ends in the next epoch, which has at least as many samples as a batch.
             first = max(0, begin - self._length)
             part += self._order(epoch + 1)[first : first + missing].tolist()
         return [int(index) for index in part]

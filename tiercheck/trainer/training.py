@@ -1,4 +1,4 @@
-"""Names a training and remembers what its script was given, so that a resume says what has changed."""
+"""Names a training and records what its script was given, so that a resume reports what has changed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 _PLAIN = (bool, int, float, str, type(None))
 TRAINING = "training"
-"""Its key among the facts of a snapshot."""
+"""The key of these facts in a snapshot."""
 _MANY = 64
-"""Parameter groups that are remembered."""
+"""The number of parameter groups that are recorded."""
 
 
 def name_of(run: str | None) -> str:
-    """The name of the training: `run`, else the script's file."""
+    """Returns the name of the training: `run`, else the script's file."""
     if run:
         return run
     path = PurePath(sys.argv[0] if sys.argv else "")
@@ -29,37 +29,37 @@ def name_of(run: str | None) -> str:
 
 
 _ended: Counter[tuple[str, str]] = Counter()
-"""Trainings of this process that came to their end, by folder and name."""
+"""The number of trainings of this process that have ended, by folder and name."""
 
 
 def name_run(folder: Path | str | None, run: str | None) -> str | None:
-    """The name of the training that begins: `run`, with its number from the second one of a process on."""
+    """Returns the name of the training that begins: `run`, numbered from the process's second one on."""
     ended = _ended[str(folder), name_of(run)]
     return f"{name_of(run)}.{ended + 1}" if ended else run
 
 
 def end_run(folder: Path | str | None, run: str | None) -> None:
-    """The training that had this `run` has come to its end: the next one in this process is another."""
+    """Records that the training named `run` has ended: the next one in this process is another training."""
     _ended[str(folder), name_of(run)] += 1
 
 
 def fingerprint(name: str) -> int:
-    """Of a training's name, of 32 bits."""
+    """Returns a 32-bit fingerprint of a training's name."""
     return zlib.crc32(name.encode())
 
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """What the script of this life was given, as each snapshot carries it."""
+    """The arguments and hyper-parameters that this run's script was given, as each snapshot stores them."""
 
     arguments: int
-    """Fingerprint of the command line."""
+    """The fingerprint of the command line."""
     given: Mapping[str, Any]
-    """Hyper-parameters and batch sizes before anything was restored, by where they stand."""
+    """The hyper-parameters and batch sizes before anything was restored, by where they are set."""
 
     @staticmethod
     def look(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> TrainingIdentity:
-        """Read it off the script's objects, before they are loaded."""
+        """Reads the values from the script's objects, before these are loaded."""
         given = {
             f"optimizer {index}, group {number}: {key}": value
             for index, optimizer in enumerate(optimizers)
@@ -72,11 +72,11 @@ class TrainingIdentity:
         return TrainingIdentity(zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
 
     def facts(self) -> dict[str, Any]:
-        """What a snapshot keeps of it."""
+        """Returns the facts that a snapshot stores."""
         return {"arguments": self.arguments, "given": dict(self.given)}
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """What was given otherwise to the life that saved these facts: where, the old and the new value."""
+        """Returns what differs from the run that saved these facts: where, the old and the new value."""
         before = saved.get("given", {})
         found = [
             f"{place} is {now!r} here, it was {before[place]!r}"
@@ -89,7 +89,7 @@ class TrainingIdentity:
 
 
 def _first_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a parameter group as the script gave them: a schedule has moved the rate since."""
+    """Returns the values of a parameter group as the script set them, before a schedule moved the rate."""
     values = {key: _plain(value) for key, value in group.items() if key != "params"}
     if "initial_lr" in values:
         values["lr"] = values.pop("initial_lr")

@@ -1,4 +1,4 @@
-"""A warm interpreter has torch already and becomes the training command as if just started."""
+"""Runs a warm interpreter, which has imported torch and becomes the training command."""
 
 IDLE_NAME = "tiercheck-warm"
-"""What `ps` and `top` call such a process (its `comm`) until it has become the command."""
+"""The name (`comm`) that `ps` and `top` show for such a process until it has become the command."""

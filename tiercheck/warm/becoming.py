@@ -1,7 +1,7 @@
-"""Turns a waiting interpreter into the training command, or executes that anew in the process.
+"""Turns a waiting interpreter into the training command, or replaces the process by it with `exec`.
 
-`exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the
-command that the launcher would have started, only later.
+`exec` keeps the process id, the session and the parent-death signal, so a cold start from here is the command
+that the launcher would have started, only later.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ _LATE = frozenset(
     }
 )  # fmt: skip
 _LATE_PREFIXES = ("TIERCHECK_", "PET_", "TORCHELASTIC_")
-"""Read when a process group begins: an attempt sets them. If others differ between preparing and starting,
-the start is a cold one."""
+"""Prefixes of variables that an attempt sets, which are read when a process group begins.
+
+If other variables differ between preparation and start, the start is cold."""
 
 _EARLY = re.compile(
     r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
     r"|TORCH(?!ELASTIC_|_NCCL_)[A-Z0-9_]+)\b"
 )
-"""Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the
-dynamo ..."""
+"""Matches variables that torch and the libraries it loads (OpenMP, MKL, dynamo ...) read at import."""
 
 
 def may_differ(name: str) -> bool:
-    """Whether an attempt may set `name` after torch was imported."""
+    """Returns whether an attempt may set `name` after torch was imported."""
     return name in _LATE or name.startswith(_LATE_PREFIXES)
 
 
 def cannot_be_applied(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """A variable that differs and would have had to be there before the imports; empty if there is none."""
+    """Returns a variable that differs and had to be set before the imports; empty if there is none."""
     return next((name for name in _different(before, now) if not may_differ(name)), "")
 
 
 def set_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """A variable that the user's own code has changed before it imported torch, and that torch reads at
-    import."""
+    """Returns a variable that torch reads at import and the user's code changed before; empty if none."""
     return next(
         (name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), ""
     )
@@ -73,11 +72,11 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 class Curtain(MetaPathFinder, Loader):
-    """Hides what was imported beforehand until the script imports it itself.
+    """Hides preloaded modules until the script imports one of them.
 
-    So the script sees the `sys.modules` that it would have seen, and the moment of its first `import torch`
-    is known: a variable that it has set before, and that torch reads at import, is then noticed. `before`:
-    names of modules that stay visible. `opening` is called once, just before the others are shown.
+    The script therefore sees the `sys.modules` of a cold start, and its first `import torch` is detected: a
+    variable set before it that torch reads at import can then be handled. `before`: names of modules that
+    stay visible. `opening` is called once, just before the others are shown.
     """
 
     def __init__(self, before: frozenset[str], opening: Callable[[], None]) -> None:
@@ -93,7 +92,7 @@ class Curtain(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of a hidden module: looking for it does not show it, only loading does."""
+        """Returns the spec of a hidden module. Finding a module does not show it; only loading does."""
         if fullname not in self._hidden:
             return None
         true = self._hidden[fullname].__spec__
@@ -112,21 +111,20 @@ class Curtain(MetaPathFinder, Loader):
         return self._hidden[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been executed; the import system has only put its own spec on it."""
+        """Restores the spec that the import system replaced; the module is already executed."""
         name = module.__spec__.name if module.__spec__ else module.__name__
         module.__spec__ = self._specs[name]
 
 
 _PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
 _LATER = "torch._dynamo"
-"""What the first optimizer imports; it takes as long as torch itself."""
+"""The module that the first optimizer imports; this takes as long as importing torch itself."""
 MARK = "tiercheck_warm"
 
 
 @dataclass
 class Command:
-    """What is left to run: `module` by its name with `run_module`, or else `code` with `names` as its
-    globals."""
+    """The code to run: `module` by its name with `run_module`, or else `code` with `names` as its globals."""
 
     names: dict[str, Any]
     module: str = ""
@@ -136,8 +134,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Imports:
-    """How the imports were made: what was there `before`, with which `environment`, and which `variables` and
-    warning `filters` torch has set."""
+    """The state around the imports: modules loaded `before`, the `environment` used, effects of torch.
+
+    The effects are the environment `variables` and warning `filters` that torch has set."""
 
     before: frozenset[str]
     environment: dict[str, str]
@@ -145,15 +144,15 @@ class Imports:
     filters: list[Any]
 
     def show_effects(self) -> None:
-        """As importing torch does."""
+        """Applies the effects of importing torch."""
         os.environ.update(self.variables)
         warnings.filters[:0] = self.filters  # type: ignore[index]
-        with warnings.catch_warnings():  # leaving it makes Python look at the filters again
+        with warnings.catch_warnings():  # leaving it makes Python re-read the filters
             pass
 
 
 class Channel:
-    """To the launcher: one line in, a few lines out."""
+    """A connection to the launcher: receives one line, sends a few."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -163,10 +162,10 @@ class Channel:
         try:
             self._socket.sendall(word.encode(errors="replace") + b"\n")
         except OSError:
-            sys.exit(0)  # nobody waits for this process any more
+            sys.exit(0)  # the launcher does not wait for this process any more
 
     def hear(self) -> dict[str, str]:
-        """The environment to begin in. Ends the process if there will be none."""
+        """Returns the environment to start in. Exits the process if the launcher closes the connection."""
         received = b""
         while not received.endswith(b"\n"):
             piece = self._socket.recv(65536)
@@ -181,14 +180,15 @@ class Channel:
 
 
 class Unfit(Exception):
-    """This process cannot become that command; says why."""
+    """The error for a process that cannot become the command, with the reason."""
 
 
 def prepare(
     descriptor: int, arguments: Sequence[str], names: Mapping[str, Any], before: frozenset[str]
 ) -> Command:
-    """Import, wait for the order, and return what to run. `arguments`: the launcher's command as a recipe, in
-    JSON."""
+    """Imports torch, waits for the order, and returns the code to run.
+
+    `arguments`: the recipe and the command line of the launcher's command, each in JSON."""
     channel = Channel(descriptor)
     spec = json.loads(arguments[0])
     recipe = Recipe(**{**spec, "flags": tuple(spec["flags"]), "arguments": tuple(spec["arguments"])})
@@ -211,7 +211,7 @@ def prepare(
                 importlib.import_module(module)
             of_torch = [each for each in warnings.filters if each not in filters]
             importlib.import_module(_LATER)
-    except Exception as error:  # whatever it is, the command itself will meet it, and say it where it belongs
+    except Exception as error:  # the command itself will raise it again, in its own output
         channel.say(f"never {type(error).__name__} while importing: {error}")
         sys.exit(0)
     set_by_imports = {name: value for name, value in os.environ.items() if imported_with.get(name) != value}
@@ -235,20 +235,21 @@ def prepare(
 
 
 def rename(name: str) -> str:
-    """Give this process a name for `ps`, and return the one that it had."""
+    """Sets this process's name for `ps`, and returns the previous one."""
     try:
         with open("/proc/self/comm", "r+") as file:
             before = file.read().strip()
             file.write(name)
             return before
-    except OSError:  # no such file, or not ours to write: it keeps its name
+    except OSError:  # no such file, or not writable: the name stays
         return name
 
 
 def refuse_users_start_up() -> None:
-    """Code that Python runs by itself could have read what an attempt sets.
+    """Raises Unfit if a sitecustomize or usercustomize ran, which may have read an attempt's variables.
 
-    Debian's own file is known, and one that says `tiercheck_warm = True` vouches for itself. Raises Unfit.
+    Allowed are files below the standard library's folder or /etc/python3* (Debian's own), and any module
+    that sets `tiercheck_warm = True`.
     """
     library = os.path.dirname(os.__file__)
     for name in ("sitecustomize", "usercustomize"):
@@ -261,21 +262,22 @@ def refuse_users_start_up() -> None:
 
 
 def refuse_other_library() -> None:
-    """What this interpreter finds under our name has to be what is running here. Raises Unfit."""
+    """Raises Unfit unless the `tiercheck` that this interpreter finds first is the one running here."""
     found = importlib.machinery.PathFinder.find_spec("tiercheck")
     if found is None or os.path.realpath(found.origin or "") != os.path.realpath(tiercheck.__file__ or ""):
         raise Unfit(f"{sys.executable} does not find the launcher's own tiercheck first")
 
 
 def set_search_path(recipe: Recipe) -> None:
-    """The folder that Python puts first for this command, before anything is imported: what lies there may
-    shadow."""
+    """Inserts the folder that Python puts first for this command; its modules may shadow others.
+
+    Must be called before anything is imported."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd() if recipe.module else os.path.dirname(os.path.realpath(recipe.target)))
 
 
 def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
-    """Its source. Raises Unfit if it is not a plain script."""
+    """Returns the source of a script. Raises Unfit if it is not a plain script."""
     if pkgutil.get_importer(os.path.abspath(path)) is not None:
         raise Unfit(f"{path} is a folder or an archive")
     try:
@@ -291,7 +293,7 @@ def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
 
 
 def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
-    """Everything that can fail, before anything is changed. Raises Unfit."""
+    """Does every step that can fail, before anything is changed. Raises Unfit."""
     if recipe.module:
         return Command(
             {name: names[name] for name in names if name not in ("__file__", "__cached__")},
@@ -302,12 +304,12 @@ def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
     try:
         code = compile(source, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
-        raise Unfit(f"{recipe.target} cannot be compiled") from None  # Python says it best itself
+        raise Unfit(f"{recipe.target} cannot be compiled") from None  # Python reports the error itself
     return Command({**names, "__file__": file, "__loader__": SourceFileLoader("__main__", file)}, code=code)
 
 
 def apply(environment: Mapping[str, str]) -> None:
-    """The attempt's environment, for Python and for C."""
+    """Sets the process environment to that of the attempt, for Python and for C."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     for name, value in environment.items():
@@ -316,7 +318,7 @@ def apply(environment: Mapping[str, str]) -> None:
 
 
 def take_over(recipe: Recipe, command: Command) -> None:
-    """From here on this process looks as if it had been started with that command."""
+    """Makes this process look as if it had been started with that command."""
     main = types.ModuleType("__main__")
     main.__dict__.clear()
     main.__dict__.update(command.names)
@@ -331,8 +333,9 @@ def take_over(recipe: Recipe, command: Command) -> None:
 
 
 def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Hide what was imported, until the script imports it with the variables of this moment; `given` is what
-    to execute if not."""
+    """Hides the preloaded modules until the script imports one.
+
+    If the script has changed a variable that torch reads at import, `given` is executed instead."""
     process = os.getpid()
     at_first = dict(os.environ)
 
@@ -351,7 +354,7 @@ def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[st
 
 
 def start_cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become the command by executing it. What Python has done to signals is undone, as a launcher would."""
+    """Executes the command in this process, after a reset of the signals that Python ignores."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

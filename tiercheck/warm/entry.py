@@ -1,16 +1,16 @@
-"""Starts a warm interpreter: it prepares, waits, and then stands alone below the user's code.
+"""Starts a warm interpreter: prepares it, waits for the order, and runs the user's code.
 
-`python [flags] entry.py DESCRIPTOR COMMAND...`. Nothing but the few lines here may stay between Python and
-the script: a traceback of the script must begin with the script.
+`python [flags] entry.py DESCRIPTOR RECIPE COMMAND`. Only these few lines may be between Python and the
+script, because a traceback of the script must begin with the script.
 """
 
 import sys
 
-_names = {**globals(), "__doc__": None}  # what Python gives to a script's `__main__`, whatever its version
+_names = {**globals(), "__doc__": None}  # the names that this version of Python gives to `__main__`
 _before = frozenset(sys.modules)
 if not sys.flags.safe_path:
-    del sys.path[0]  # this folder, whose files are nobody's modules
-sys.path.insert(0, __file__.rsplit("/", 3)[0])  # the launcher's own library, whatever else there is
+    del sys.path[0]  # this folder: its files must not be importable
+sys.path.insert(0, __file__.rsplit("/", 3)[0])  # the launcher's own library comes first
 
 from tiercheck.warm.becoming import prepare  # noqa: E402
 

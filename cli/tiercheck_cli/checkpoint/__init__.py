@@ -1,1 +1,1 @@
-"""Writes versions of the training state for other tools, and makes them of what others wrote."""
+"""Writes versions of the training state for other tools, and imports what other tools wrote."""

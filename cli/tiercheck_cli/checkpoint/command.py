@@ -1,4 +1,4 @@
-"""Runs `export --format`, `import` and `remote`: versions leave a job, become one, or lie in a store."""
+"""Implements `export --format`, `import` and `remote`: exports, imports and stores of versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEEDS_TORCH = "torch is not installed, which --format dcp and imports need; run:
 
 
 class Format(str, Enum):
-    """What other tools read."""
+    """The formats that other tools read."""
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
@@ -58,7 +58,7 @@ Region = Annotated[str | None, typer.Option(help="Of the bucket.", rich_help_pan
 
 @dataclass(frozen=True)
 class VersionSource:
-    """Where a version is: one of job, folder and remote."""
+    """The place of a version: one of job, folder and remote."""
 
     job: str | None
     folder: Path | None
@@ -71,7 +71,7 @@ class VersionSource:
     kubeconfig: str | None = None
 
     def open(self, step: int | None) -> Saved:
-        """Raises CannotDo."""
+        """Opens the newest complete version, or that of `step`. Raises CannotDo."""
         if self.folder is not None:
             return open_folder(self.folder, step)
         from tiercheck_cli.checkpoint import remote as tier
@@ -93,7 +93,7 @@ class VersionSource:
 def export_checkpoint(
     source: VersionSource, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
 ) -> None:
-    """Raises CannotDo. Nothing is at `to` unless all is."""
+    """Exports a version; nothing is at `to` unless all of it is. Raises CannotDo."""
     most = _bytes_of(shard_size)
     check_new(to)
     if form is Format.DCP:
@@ -138,7 +138,7 @@ def export_checkpoint(
 
 @contextmanager
 def progress_of(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Shows how far it is: called with what was written last, and its bytes. `total`: bytes in all."""
+    """Shows progress to `total` bytes; yields a function to call with each written item and its bytes."""
     with progress_bar() as bar:
         task = bar.add_task("", total=total)
 
@@ -233,8 +233,7 @@ def check(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Try out all that TierCheck relies on, with a few objects that are deleted again. Exit status 1 if
-    anything fails."""
+    """Test all that TierCheck relies on, with a few temporary objects. Exit status 1 if anything fails."""
     from tiercheck_cli.checkpoint import remote as tier
 
     failed = 0
@@ -262,7 +261,7 @@ def owner(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Whose the job's folder in its store is. With --remote and -n no cluster is asked."""
+    """Show the owner of the job's folder in its store. With --remote and -n no cluster is asked."""
     from tiercheck_cli.checkpoint import remote as tier
 
     if place is None or namespace is None:
@@ -301,8 +300,7 @@ def take_over(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Give the job its folder in the store, whoever had it. The one that had it writes nothing there any
-    more."""
+    """Give the job its folder in the store, whatever owner it had. That one writes nothing there any more."""
     from tiercheck_cli.checkpoint import remote as tier
 
     if uid is not None:
@@ -320,7 +318,7 @@ def take_over(
         else:
             settings = tier.settings_of_job(found, endpoint, region)
         attached = (found["spec"].get("attach") or {}).get("owner") or {}
-        uid = str(attached.get("uid") or found["metadata"]["uid"])  # what its pods know it by
+        uid = str(attached.get("uid") or found["metadata"]["uid"])  # the UID that its pods use
         cluster_uid = cluster_uid or cluster.uid()
     with tier.refusals():
         former = tier.open_store(settings, f"{namespace}/{job}").ownership.give_to(uid, cluster_uid)

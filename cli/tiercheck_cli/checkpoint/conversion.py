@@ -1,6 +1,6 @@
-"""Converts versions: to a folder of torch.distributed.checkpoint, and from what other tools wrote.
+"""Converts versions to torch.distributed.checkpoint folders, and files of other tools to versions.
 
-Tensors go one by one, by meta tensors and mapped files, so the model does not have to fit into memory.
+Tensors are copied one by one, with meta tensors and mapped files, so the model need not fit into memory.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Progress = Callable[[str, int], None]
 
 
 def write_dcp(saved: Saved, folder: Path, progress: Progress) -> list[str]:
-    """What could not be taken along, as sentences. Raises CannotDo, OSError."""
+    """Writes a folder and returns what could not be included, as sentences. Raises CannotDo, OSError."""
     nested, stored, remarks = _dcp_state(saved) if saved.writer == DCP else _checkpointer_state(saved)
     planner = _Reading(saved, stored, progress)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process saves alone is what is wanted
+        warnings.simplefilter("ignore")  # it warns that one process saves alone, as intended
         writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
         state_dict_saver.save(nested, storage_writer=writer, planner=planner, no_dist=True)
     return remarks
 
 
 class _Reading(DefaultSavePlanner):
-    """Plans with tensors that have no bytes, and reads each when its turn comes: one in memory at a time."""
+    """Plans with meta tensors, and reads each one when it is written: one in memory at a time."""
 
     def __init__(self, saved: Saved, stored: Mapping[str, WholeTensor], progress: Progress) -> None:
         super().__init__()
@@ -91,8 +91,7 @@ def _dcp_state(saved: Saved) -> _State:
 
 
 def _checkpointer_state(saved: Saved) -> _State:
-    """As `get_state_dict` of torch.distributed.checkpoint would name it: model, optimizer (state,
-    param_groups), and the script's own."""
+    """Names state as torch's `get_state_dict` does: model, optimizer (state, param_groups), script's own."""
     nested: dict[str, Any] = {"model": {}}
     stored: dict[str, WholeTensor] = {}
     remarks: list[str] = []
@@ -143,7 +142,7 @@ def _checkpointer_state(saved: Saved) -> _State:
 
 def _plain(content: bytes, what: str) -> Any:
     try:
-        return user_state.unpack(content, lenient=True)  # the script's classes are not here
+        return user_state.unpack(content, lenient=True)  # the script's classes are not available here
     except TypeError as error:
         raise CannotDo(f"{what} cannot be read: {error}") from error
 
@@ -153,19 +152,19 @@ Fill = Callable[[Tensor], None]
 
 @dataclass
 class Incoming:
-    """What was found. Names are those of a `Checkpointer`."""
+    """The content to import. Names are those of a `Checkpointer`."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Fill]] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
-    """Facts about it (`capture.Inventory`); None: weights only."""
+    """The facts about the optimizer (`capture.Inventory`); None: weights only."""
     model_extra: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    """The script's own."""
+    """The script's own state."""
     left_out: list[str] = field(default_factory=list)
 
 
 def write_version(found: Incoming, folder: Path, version: Version, progress: Progress) -> Path:
-    """Makes it a complete version of a `Checkpointer`'s folder; the path of its slot. Raises CannotDo."""
+    """Writes a version into a `Checkpointer`'s folder and returns its slot's path. Raises CannotDo."""
     facts: dict[str, Any] = {
         "model_extra": found.model_extra,
         "optimizers": [] if found.optimizer is None else [found.optimizer],
@@ -204,13 +203,13 @@ def write_version(found: Incoming, folder: Path, version: Version, progress: Pro
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
     except CannotDo:
         raise
-    except Exception as error:  # what was found may be of any shape; torch has an error of its own for each
+    except Exception as error:  # the content may have any form; torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
 
 def from_safetensors(folder: Path) -> Incoming:
-    """All tensors of all *.safetensors files, as the model's weights. Raises CannotDo."""
+    """Reads all tensors of all *.safetensors files as the model's weights. Raises CannotDo."""
     found = Incoming()
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -230,7 +229,7 @@ def from_safetensors(folder: Path) -> Incoming:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Links are followed: a cache of Hugging Face's is made of them."""
+    """Opens a file and follows links, of which a Hugging Face cache consists."""
     return open(open_plain(path.resolve()), "rb")
 
 
@@ -251,7 +250,7 @@ def _from_file(path: Path, begin: int, end: int, most: int = 64 * 1024 * 1024) -
 
 
 class _MetadataOnly(pickle.Unpickler):
-    """torch pickles `.metadata`. Only the plain classes that it is made of are let in, so it runs no code."""
+    """Unpickles torch's `.metadata`; only the plain classes in it are allowed, so that no code runs."""
 
     _ALLOWED = frozenset({
         ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
@@ -272,8 +271,9 @@ class _MetadataOnly(pickle.Unpickler):
 
 
 def from_dcp(folder: Path, prefix: str) -> Incoming:
-    """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the
-    model); `optimizer` and `state` beside it are taken along as `export` writes them. Raises CannotDo."""
+    """Reads a folder of torch.distributed.checkpoint. `prefix`: the model in it (empty: all is the model).
+
+    `optimizer` and `state` beside it are read in the form that `export` writes. Raises CannotDo."""
     try:
         with _opened(folder / ".metadata") as file:
             metadata: Metadata = _MetadataOnly(file).load()

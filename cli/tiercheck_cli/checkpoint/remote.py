@@ -1,6 +1,6 @@
-"""Opens a job's remote tier for the commands, by the sidecar's own store.
+"""Opens a job's remote tier for the commands, with the sidecar's own store.
 
-So there is one reader of its layout and digests.
+That keeps a single reader of its layout and digests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ModuleNotFoundError as missing:
 
 
 def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
-    """What `open_store` wants, of s3://BUCKET/PREFIX?FIELD=VALUE or a shared directory. Raises CannotDo."""
+    """Returns `open_store` settings of s3://BUCKET/PREFIX?FIELD=VALUE or a directory. Raises CannotDo."""
     if "://" not in url:
         return json.dumps({"directory": {"path": url}})
     parts = urlsplit(url)
@@ -56,10 +56,10 @@ def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
 
 
 def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region: str | None = None) -> str:
-    """Of `spec.tiers.remote`; what is given comes first, since outside the cluster a bucket may have another
-    address.
+    """Returns the settings of `spec.tiers.remote`, with `endpoint` and `region` replaced if given.
 
-    Raises CannotDo if it is in no place that can be reached from here.
+    Outside the cluster a bucket may have another address. Raises CannotDo if the tier cannot be reached from
+    here.
     """
     name = job["metadata"]["name"]
     remote = ((job["spec"].get("tiers") or {}).get("remote")) or {}
@@ -77,7 +77,7 @@ def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the store or its settings refuse becomes CannotDo."""
+    """Turns errors of the store or its settings into CannotDo."""
     try:
         yield
     except RemoteConfigError as error:
@@ -88,7 +88,7 @@ def refusals() -> Iterator[None]:
 
 @refusals()
 def open_version(store: RemoteStore, step: int | None) -> Saved:
-    """The newest complete version, or that of `step`. Raises CannotDo."""
+    """Opens the newest complete version, or that of `step`. Raises CannotDo."""
     versions = store.versions()
     found = [version for version in versions if step in (None, version.step)]
     if not found:
@@ -115,7 +115,7 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
 
 @refusals()
 def check_empty(store: RemoteStore) -> None:
-    """Raises CannotDo if there are versions: a job begins from the newest, nothing may come between."""
+    """Raises CannotDo if there are versions: a job begins from the newest, which must be the import."""
     store.check()
     if versions := store.versions():
         raise CannotDo(

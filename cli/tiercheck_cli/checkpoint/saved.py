@@ -27,9 +27,9 @@ from tiercheck.protocol.version import Kind, Version, parse_version_name, versio
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 _MOST_CHUNK = 1024 * 1024 * 1024
-"""Bytes; more than any writer of ours ever took, and a few of them are held."""
+"""Bytes. Larger than the chunks of any TierCheck writer, and limited because a few are kept in memory."""
 _KEPT = 8
-"""Chunks of a slot that are kept after they were verified, because neighbours are often read next."""
+"""The number of verified chunks of a slot to keep, because adjacent ranges are often read next."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class SavedArtifact:
     size: int
     chunk: int
     fetch: Callable[[int, int], bytes | bytearray]
-    """Chunk number, bytes of it: verified. Raises CannotDo."""
+    """Returns a verified chunk by its number and length. Raises CannotDo."""
     _kept: dict[int, bytes | bytearray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class SavedArtifact:
             raise CannotDo(f"{self.place} cannot have {self.size} bytes in chunks of {self.chunk}")
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Raises CannotDo if the bytes cannot be had as they were written."""
+        """Returns the bytes as they were written. Raises CannotDo if that is not possible."""
         if end > self.size:
             raise CannotDo(f"{self.place} is cut off: it has {self.size} bytes, {end} are needed")
         first, last = begin // self.chunk, max(begin, end - 1) // self.chunk
@@ -75,22 +75,22 @@ class Saved:
 
     version: Version
     slots: tuple[SavedArtifact, ...]
-    """By rank."""
+    """The artifacts, by rank."""
     headers: tuple[SlotHeader, ...]
     tensors: Mapping[str, WholeTensor]
-    """By full names in the state (dcp), or as a `Checkpointer` names them: `model/...`, `optimizer0/...`."""
+    """Tensors by name in the state (dcp) or of a `Checkpointer` (`model/...`, `optimizer0/...`)."""
     notes: tuple[Mapping[str, Any], ...]
-    """By rank, of a version of torch.distributed.checkpoint (`tiercheck.trainer.dcp.writer`), else empty."""
+    """The notes of `tiercheck.trainer.dcp.writer` by rank; empty if another writer saved the version."""
     unequal: tuple[str, ...] = ()
-    """Names of tensors that ranks hold differently; here they are the lowest rank's."""
+    """Names of tensors that differ between ranks; `tensors` has the lowest rank's."""
 
     @property
     def writer(self) -> str:
-        """`dcp`, `import`, or empty: a `Checkpointer`."""
+        """Returns `dcp`, `import`, or an empty string for a `Checkpointer`."""
         return self.headers[0].metadata.get(FORMAT, "")
 
     def entry(self, rank: int, name: str, length: str) -> bytes:
-        """The bytes of an entry that is no tensor: as many as metadata `length` says. Raises CannotDo."""
+        """Returns the bytes of a non-tensor entry; metadata `length` has their number. Raises CannotDo."""
         header = self.headers[rank]
         try:
             begin, end = header.blob(name, length)
@@ -100,7 +100,7 @@ class Saved:
 
     @staticmethod
     def open(version: Version, slots: tuple[SavedArtifact, ...]) -> Saved:
-        """Reads the beginnings. Raises CannotDo."""
+        """Reads and checks the beginning of each slot. Raises CannotDo."""
         headers: list[SlotHeader] = []
         pieces: list[Mapping[str, Piece]] = []
         notes: list[Mapping[str, Any]] = []
@@ -152,7 +152,7 @@ class Saved:
 
 
 def _note(place: str, text: bytes) -> Mapping[str, Any]:
-    """As `tiercheck.trainer.dcp.writer` writes it. Raises CannotDo."""
+    """Parses a note of `tiercheck.trainer.dcp.writer`. Raises CannotDo."""
     try:
         note = parse_json(text)
         names, items, planner = note["names"], note["bytes"], note["planner"]
@@ -170,7 +170,7 @@ def _note(place: str, text: bytes) -> Mapping[str, Any]:
 
 
 def open_folder(folder: Path, step: int | None) -> Saved:
-    """The newest complete version of a `Checkpointer`'s folder, or that of `step`. Raises CannotDo."""
+    """Opens the newest complete version of a `Checkpointer`'s folder, or that of `step`. Raises CannotDo."""
     held: dict[tuple[Version, int], int] = {}
     for path in folder.glob("rank-*-of-*/*.json"):
         try:
@@ -221,17 +221,17 @@ def _file(folder: Path, rank: int, world: int, version: Version) -> SavedArtifac
 
 
 def check_new(folder: Path) -> None:
-    """Raises CannotDo unless nothing is there yet."""
+    """Raises CannotDo unless the folder does not exist or is empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CannotDo(f"{folder} is there already; give a new folder with --to", USAGE)
 
 
 SLAB = 64 * 1024 * 1024
-"""Bytes held at once, unless one row has more."""
+"""Bytes. The most held at once, unless one row has more."""
 
 
 def slabs(tensor: WholeTensor, most: int = SLAB) -> Iterator[Box]:
-    """The tensor in row-major order, in boxes of whole rows of at most `most` bytes."""
+    """Yields the tensor in row-major order, in boxes of whole rows of at most `most` bytes."""
     if not tensor.shape or tensor.size <= most:
         yield Box.whole(tensor.shape)
         return
@@ -244,7 +244,7 @@ def slabs(tensor: WholeTensor, most: int = SLAB) -> Iterator[Box]:
 
 
 def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
-    """Its elements in row-major order. Raises CannotDo."""
+    """Returns the elements of the box in row-major order. Raises CannotDo."""
     size = tensor.itemsize
     filled = bytearray(wanted.count * size)
     for chunk, box in tensor.reads(wanted):
@@ -261,7 +261,7 @@ def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
 def _together(
     sources: list[tuple[int, int]], targets: list[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Runs of the same elements in both: (first in the one, first in the other, number)."""
+    """Yields runs of the same elements in both: (first in sources, first in targets, number)."""
     step = min(sources[0][1] - sources[0][0], targets[0][1] - targets[0][0])
     cut = (
         [first + at for first, last in ranges for at in range(0, last - first, step)]

@@ -19,11 +19,11 @@ from tiercheck_cli.failure import USAGE, CannotDo
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Progress = Callable[[str, int], None]
-"""Called with the tensor's name and the bytes written since the last call."""
+"""A function to call with the tensor's name and the bytes written since the last call."""
 
 
 def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
-    """The tensors below `prefix`, by their names without it; all tensors if it is empty. Raises CannotDo."""
+    """Returns the tensors below `prefix`, by names without it; all if it is empty. Raises CannotDo."""
     if not prefix:
         return dict(saved.tensors)
     found = {
@@ -42,7 +42,7 @@ def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
 def write(
     saved: Saved, tensors: Mapping[str, WholeTensor], folder: Path, shard_bytes: int, progress: Progress
 ) -> list[str]:
-    """The names of the files, which are complete when this returns. Raises CannotDo, OSError."""
+    """Writes complete files and returns their names. Raises CannotDo, OSError."""
     shards: list[dict[str, WholeTensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(each.size for each in shards[-1].values()) + tensor.size > shard_bytes:

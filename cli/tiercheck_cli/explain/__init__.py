@@ -1,1 +1,1 @@
-"""`tiercheck explain`: why the last recovery took what it took, and what the next one would."""
+"""Implements `tiercheck explain`: the reasons of the last recovery, and a forecast of the next one."""

@@ -1,4 +1,4 @@
-"""`explain`: why the last recovery took what it took, and what the next one would."""
+"""Implements `explain`: the reasons of the last recovery, and a forecast of the next one."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def explain(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Why the last restore took that version from there; with --if, what would happen if something died
-    now."""
+    """Explain the last restore's version and sources; with --if, what would happen if something died now."""
     found: dict[str, Any] | None = None
     pods: dict[str, int] = {}
     if job is not None:
@@ -141,7 +140,7 @@ def _counts(entry: ProcessForecast) -> dict[str, Any]:
 
 
 def _forecasts(job: Mapping[str, Any]) -> dict[str, ProcessForecast]:
-    """By what might fail now."""
+    """Returns what happens to the processes, by what might fail now."""
     spec, size = read_spec(job["spec"]), (job.get("status") or {}).get("size") or {}
     workers = int(size.get("workers") or spec.workers)
     kinds = {"a process ends": 0, "a pod is lost": 1, "every pod is lost, or the size changes": workers}
@@ -168,7 +167,7 @@ LOOP = "if its loop is checkpointer.steps"
 
 
 def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
-    """Of the newest recovery, and how the job came to where it is. `past`: newest first."""
+    """Shows the newest recovery, and the attempts that led to the current step. `past`: newest first."""
     status, metadata = job.get("status") or {}, job["metadata"]
     name = f"{metadata['namespace']}/{metadata['name']}"
     parts: list[RenderableType] = []
@@ -262,7 +261,7 @@ def _where_from(entry: PastRecovery) -> Table:
 
 
 def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
-    """The phases to scale, with their names and how long each took below."""
+    """Returns the phases to scale, with their names and durations below."""
     labels = Text("  ")
     for part, words, colour in PHASES:
         labels.append(f"{words} {short(getattr(entry, part))}   ", style=colour)
@@ -270,7 +269,7 @@ def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
 
 
 def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], width: int) -> Group:
-    """Which attempt owns which steps, on the axis of steps."""
+    """Shows which attempt owns which steps, on the axis of steps."""
     newest = int((status.get("progress") or {}).get("step") or 0)
     starts = [int(branch["baseStep"]) for branch in history]
     ends = [*starts[1:], max(newest, starts[-1])]
@@ -295,7 +294,7 @@ def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], wi
 
 
 def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
-    """One answer in full, several as a table."""
+    """Shows one answer in full, several as a table."""
     if len(answers) == 1:
         return _full(answers[0], layout)
     table = columns(

@@ -1,4 +1,4 @@
-"""Answers what would happen if something died now, by the code with which the operator decides it."""
+"""Answers what would happen if something failed now, with the code by which the operator decides."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tiercheck_operator.planning.recovery.recovery import (
 )
 from tiercheck_operator.planning.topology import short_name
 
-# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37
-# s after the loss of a pod, 56 s after that of all. A new pod has to import torch first, a spare's too.
+# Medians of small jobs on a real cluster with the images on its nodes (docs/benchmarks): 18 s after a crash,
+# 37 s after the loss of a pod, 56 s after that of all. A new pod has to import torch first, a spare's too.
 _SMALL_JOBS = RecoveryTimes(1.0, RestoreSeconds(2.0, 3.0, 22.0), restart=15.0, spare=11.0, replace=18.0)
 
 
@@ -46,16 +46,17 @@ _SMALL_JOBS = RecoveryTimes(1.0, RestoreSeconds(2.0, 3.0, 22.0), restart=15.0, s
 class Estimate:
     seconds: float
     measured: bool
-    """The job has come back from such a loss before."""
+    """True if the job has recovered from such a loss before."""
     source: str
-    """Where the seconds are from, as a clause."""
+    """The source of the seconds, as a clause."""
 
 
 def estimate(
     past: Sequence[MeasuredRecovery], usual: RecoveryTimes, kind: str, farthest: Tier | None, spared: bool
 ) -> Estimate:
-    """`past`: newest first. `farthest`: the tier that the worst-off rank needs; None: training would begin
-    from scratch. `spared`: spares wait for all that are lost."""
+    """Estimates the seconds without training, from `past` recoveries, newest first.
+
+    `farthest`: the farthest tier needed; None: from scratch. `spared`: spares wait for all that are lost."""
     times = measure(past, usual).times.of(kind)
     alike = [
         each.recovery
@@ -81,8 +82,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class LostMemory:
-    """`name`: what would be lost, for a sentence. `workers`: whose memory goes with it; none: a crash.
-    `kind`: of KINDS."""
+    """A loss: its `name` for a sentence, the `workers` that lose memory (none: a crash), its `kind`."""
 
     name: str
     workers: frozenset[int]
@@ -92,9 +92,9 @@ class LostMemory:
 def losses(
     asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | None = None
 ) -> tuple[LostMemory, ...]:
-    """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
-    `pods`: worker by name of the pod. Raises CannotDo.
-    """
+    """Returns the combined loss that `--if` names; for a bare level name, the loss of each of its domains.
+
+    `pods`: worker by name of the pod. Raises CannotDo."""
     domains = _domain_losses(layout)
     if len(asked) == 1 and asked[0] in domains:
         if not domains[asked[0]]:
@@ -112,7 +112,7 @@ def losses(
 
 
 def _domain_losses(layout: JobLayout) -> dict[str, dict[str, LostMemory]]:
-    """By level, then by the path of the domain."""
+    """Returns losses by level, then by the path of the domain."""
     host = layout.topology.level_names[-1]
     return {
         level: _losses_of(
@@ -123,7 +123,7 @@ def _domain_losses(layout: JobLayout) -> dict[str, dict[str, LostMemory]]:
 
 
 def _single_losses(layout: JobLayout, pods: Mapping[str, int]) -> dict[str, dict[str, LostMemory]]:
-    """By what stands before "=", then by what stands after it."""
+    """Returns losses by the word before "=", then by the name after it."""
     nodes: dict[str, list[int]] = {}
     for site in layout.sites:
         nodes.setdefault(site.node, []).append(site.worker)
@@ -161,7 +161,7 @@ def _loss(asked: str, layout: JobLayout, named: Mapping[str, Mapping[str, LostMe
 
 
 def hit(loss: LostMemory, layout: JobLayout) -> str:
-    """How much that is: "2 nodes, 2 workers, 16 ranks"."""
+    """Returns the extent of the loss: "2 nodes, 2 workers, 16 ranks"."""
     if not loss.workers:
         return "no pod, no memory"
     nodes = {site.node for site in layout.sites if site.worker in loss.workers}
@@ -172,7 +172,7 @@ def hit(loss: LostMemory, layout: JobLayout) -> str:
 
 @dataclass(frozen=True)
 class HeldSteps:
-    """What a job holds when something dies."""
+    """The steps that a job's tiers hold when something fails."""
 
     newest: int
     """The newest step trained."""
@@ -180,32 +180,32 @@ class HeldSteps:
     """The newest step that is complete in each tier; 0: none is. A tier that the job lacks is not in it."""
     step_seconds: float
     planned: bool = False
-    """The job is only a plan, so its steps are made up, from the midst of its life."""
+    """True if the job is only a plan, so that its steps are invented, from the middle of its life."""
 
 
 @dataclass(frozen=True)
 class Comeback:
-    """What training comes back to."""
+    """The step that training resumes from, and the tiers needed for it."""
 
     step: int
-    """0: from scratch."""
+    """The step; 0: from scratch."""
     workers: Mapping[Tier, tuple[int, ...]]
-    """By the farthest tier that each needs; from scratch nothing is in here."""
+    """The workers by the farthest tier that each needs; empty if training begins from scratch."""
 
     @property
     def farthest(self) -> Tier | None:
-        """The tier that the worst-off rank needs; None: training begins from scratch."""
+        """Returns the farthest tier that any rank needs; None: training begins from scratch."""
         return list(self.workers)[-1] if self.workers else None
 
 
 @dataclass(frozen=True)
 class ProcessForecast:
-    """How many training processes outlive a failure."""
+    """The number of training processes that stay and that restart after a failure."""
 
     stay: int
     restart: int
     why: str = ""
-    """Why more than the lost ones start anew, as a clause; empty: they do not."""
+    """The reason why more than the lost ones restart, as a clause; empty: they do not."""
 
     def __str__(self) -> str:
         if self.stay:
@@ -216,11 +216,12 @@ class ProcessForecast:
 def forecast_processes(
     spec: JobSpec, workers: int, lost: int, job: Mapping[str, Any] | None, from_scratch: bool = False
 ) -> ProcessForecast:
-    """`workers`: as many as the job has now. `lost`: so many pods; 0: one process ends. `job`: None if it is
-    only a plan, whose loop is taken to be `checkpointer.steps`."""
+    """Forecasts how many processes stay after the loss of `lost` pods; 0: one process ends.
+
+    `workers`: the current number. `job`: None for a plan, assumed to loop by `checkpointer.steps`."""
     ranks, known = workers * spec.procs_per_worker, ((job or {}).get("status") or {}).get("conditions") or ()
     found = next((each for each in known if each["type"] == IN_PROCESS), None)
-    # A health check is for a place where nothing else runs, so it leaves none of a pod.
+    # A health check has to run alone in its pod, so none of the pod's processes stay.
     gone = lost * spec.procs_per_worker or (1 if spec.health_check is None else spec.procs_per_worker)
     if gone >= ranks:
         return ProcessForecast(0, ranks)
@@ -238,17 +239,17 @@ def forecast_processes(
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The answer to one question."""
+    """The answer to one what-if question."""
 
     loss: LostMemory
     state: HeldSteps
     comeback: Comeback
     processes: ProcessForecast
     ranks: Mapping[Tier, int]
-    """By the farthest tier that each needs."""
+    """The number of ranks by the farthest tier that each needs."""
     without_training: Estimate
     from_whom: Mapping[int, tuple[int, ...]]
-    """By worker that needs a peer: who would be left to give it its state."""
+    """The remaining peers with its state, by worker that needs one."""
 
     @property
     def lost_steps(self) -> int:
@@ -256,13 +257,14 @@ class WhatIf:
 
     @property
     def lost_seconds(self) -> float | None:
-        """Training that has to be done again; None: not known."""
+        """Returns the seconds of training to repeat; None: not known."""
         return None if self.state.planned else self.lost_steps * self.state.step_seconds
 
 
 def held_steps(layout: JobLayout, job: Mapping[str, Any] | None) -> HeldSteps:
-    """The job as it is now. One that does not run is taken half-way between two versions of its slowest tier,
-    long after the start."""
+    """Returns the steps that the job holds now.
+
+    One that does not run is assumed half-way between versions of its slowest tier, long after the start."""
     status, spec = (job or {}).get("status") or {}, layout.spec
     progress, checkpoint = status.get("progress") or {}, status.get("checkpoint") or {}
     step_seconds = float(progress.get("stepSeconds") or 1.0)
@@ -287,7 +289,7 @@ def held_steps(layout: JobLayout, job: Mapping[str, Any] | None) -> HeldSteps:
 def answer(
     loss: LostMemory, layout: JobLayout, state: HeldSteps, job: Mapping[str, Any] | None = None
 ) -> WhatIf:
-    """`job`: None if it is only a plan."""
+    """Answers what the loss would cost. `job`: None if it is only a plan."""
     found, spec = find_comeback(layout.placement, state, loss.workers), layout.spec
     past = measured_recoveries([job] if job is not None else [])
     size = (spec.state_size or 0) * spec.procs_per_worker
@@ -314,7 +316,7 @@ def _left(worker: int, loss: LostMemory, layout: JobLayout) -> tuple[int, ...]:
 
 
 def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int]) -> Comeback:
-    """`lost` are the workers that vanish with their memory; none of them: the training command crashes."""
+    """Finds the comeback if the workers `lost` vanish with their memory; none: the training crashes."""
     copy = _artifacts(state.held[Tier.PEER])
     own = _artifacts(state.held[Tier.LOCAL], state.held[Tier.PEER])
     hosted: dict[int, dict[int, Artifacts]] = {}
@@ -356,5 +358,5 @@ def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int])
 
 
 def _artifacts(*steps: int) -> Artifacts:
-    """What a complete chain leads to counts as a snapshot: the decision asks for nothing else."""
+    """Returns each step as a snapshot, even if a chain leads to it: the decision depends on nothing else."""
     return Artifacts(snapshots=frozenset(Version(step, 1) for step in steps if step))

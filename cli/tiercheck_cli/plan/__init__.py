@@ -1,1 +1,1 @@
-"""`tiercheck plan`: who keeps whose copies."""
+"""Implements `tiercheck plan`: which workers hold which copies."""

@@ -1,4 +1,4 @@
-"""`plan`: who keeps whose copies, of a job in the cluster or in a file; printed, or as a picture.
+"""Implements `plan`: prints or draws which workers hold which copies, for a job in a cluster or file.
 
 Pictures are the same for the same content.
 """
@@ -67,7 +67,7 @@ def plan(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Who keeps whose copies, by failure domain, and what that survives."""
+    """Show which workers hold which copies, by failure domain, and what that survives."""
     if job is not None:
         check_named(job, file, nodes, made_up)
         cluster = Cluster.connect(kubeconfig, context, namespace)
@@ -82,7 +82,7 @@ def plan(
 
 
 def check_named(job: str, *of_a_file: object) -> None:
-    """Raises CannotDo if options `of_a_file` stand beside the name of a job, or the name is a file's."""
+    """Raises CannotDo if options `of_a_file` are given beside the name of a job, or the name is a file's."""
     if any(of_a_file):
         raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
     if Path(job).suffix in (".yaml", ".yml", ".json") and Path(job).is_file():
@@ -90,7 +90,7 @@ def check_named(job: str, *of_a_file: object) -> None:
 
 
 def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], Nodes]:
-    """What a plan without a cluster is made of. Raises CannotDo."""
+    """Reads the job and the nodes for a plan without a cluster. Raises CannotDo."""
     if file is None:
         raise CannotDo(
             "give the name of a job in the cluster, or a job's file with -f and nodes with --nodes", USAGE
@@ -105,7 +105,7 @@ def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> t
 
 
 def as_json(layout: JobLayout) -> dict[str, Any]:
-    """For programs; names are stable."""
+    """Returns the plan for programs; names are stable."""
     placement = layout.placement
     return {
         "job": layout.name,
@@ -141,7 +141,7 @@ _STYLE: Any = {
 
 @contextmanager
 def new_figure(width: float, height: float, layout: Any = "constrained") -> Iterator[Any]:
-    """A sheet of that many inches, to be drawn on and written within the `with`."""
+    """Yields a sheet of that many inches, to be drawn on and written within the `with`."""
     # Imported here: it takes half a second, and most commands draw nothing.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -151,7 +151,7 @@ def new_figure(width: float, height: float, layout: Any = "constrained") -> Iter
 
 
 def svg_of(figure: Any, description: str) -> str:
-    """The element alone, for a page; `description` is for those who cannot see it."""
+    """Returns the <svg> element alone, for a page; `description` is its label for screen readers."""
     sink = StringIO()
     figure.savefig(
         sink, format="svg", facecolor="white", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -170,17 +170,17 @@ def remove_frame(axes: Any, grid: str) -> None:
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
 _MIDDLE = (_CENTRE, _CENTRE + 15)
 _GAP = 0.035
-"""Radians between two domains, at most."""
+"""Radians. The largest gap between two domains."""
 _DOTS = 400
-"""Workers, up to which each is drawn."""
+"""The largest number of workers for which each is drawn."""
 _NUMBERS = 64
-"""Workers, up to which each has its number beside it."""
+"""The largest number of workers for which each has its number beside it."""
 _LABELS = 64
 _RED, _GREEN, _INK, _SOFT = "#c24e00", "#0a7a52", "#1c1f23", "#5d646d"
 
 
 def draw(path: Path, layout: JobLayout) -> None:
-    """As SVG. Raises CannotDo."""
+    """Writes the plan as SVG. Raises CannotDo."""
     if path.suffix != ".svg":
         raise CannotDo(f"{path} must end with .svg", USAGE)
     try:
@@ -190,7 +190,7 @@ def draw(path: Path, layout: JobLayout) -> None:
 
 
 def svg(layout: JobLayout) -> str:
-    """The same for the same placement."""
+    """Returns the picture, which is the same for the same placement."""
     drawn = links(layout)
     spots = _spots(drawn)
     placement = layout.placement
@@ -216,12 +216,12 @@ def svg(layout: JobLayout) -> str:
             _add_bundles(axes, drawn, spots)
         _add_rim(axes, drawn, spots)
         content = svg_of(figure, f"{head}; {foot}")
-    # What a browser shows for the dot under the pointer.
+    # A browser shows the title of the dot under the pointer.
     return re.sub(r'<g id="worker (\d+)">', r"\g<0><title>worker \1</title>", content)
 
 
 def _spots(drawn: Links) -> dict[int, float]:
-    """By worker: the angle, domain after domain."""
+    """Returns the angle of each worker, domain after domain."""
     gap = min(_GAP, math.pi / max(1, len(drawn.domains)))
     workers = sum(len(domain.workers) for domain in drawn.domains)
     unit = (2 * math.pi - gap * len(drawn.domains)) / workers
@@ -300,7 +300,7 @@ def _write(
 
 
 def _points(pixels: float) -> float:
-    """Matplotlib's measure of lines and letters; the picture is laid out in hundredths of an inch."""
+    """Converts hundredths of an inch, the layout's unit, to points, Matplotlib's unit of lines and text."""
     return pixels * 0.72
 
 

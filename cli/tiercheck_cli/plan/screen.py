@@ -24,14 +24,14 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of the level that is drawn. `path`: the topology's name; empty where labels do not say."""
+    """One domain of the level that is drawn. `path`: the topology's name; empty if labels do not give one."""
 
     path: str
     name: str
     parent: str
-    """The domain around it at the next wider level that tells anything; empty: none does."""
+    """The domain around it at the next wider level with known domains; empty: there is none."""
     nodes: Mapping[str, tuple[int, ...]]
-    """Workers by node, in order."""
+    """The workers by node, in order."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -40,32 +40,32 @@ class Domain:
 
 @dataclass(frozen=True)
 class Links:
-    """Who keeps whose. With parity, a holder's block counts as a copy of each member of its group."""
+    """The holders of each worker. With parity, a holder's block counts as a copy of each group member."""
 
     level: str
     parent_level: str
-    """Empty: there is none that tells anything."""
+    """The next wider level with known domains; empty: there is none."""
     domains: tuple[Domain, ...]
     keepers: Mapping[int, tuple[int, ...]]
-    """By worker: the workers that keep its copies, or the blocks of its group."""
+    """The workers that hold each worker's copies, or the blocks of its group."""
     group: Mapping[int, int]
-    """With parity: the group that each worker is a member of."""
+    """The group that each worker is a member of; empty without parity."""
     unprotected: frozenset[int]
 
     @property
     def domain_of(self) -> dict[int, int]:
-        """By worker: the position of its domain."""
+        """Returns the position of each worker's domain."""
         return {worker: index for index, domain in enumerate(self.domains) for worker in domain.workers}
 
     def between(self) -> Counter[tuple[int, int]]:
-        """By (owner's domain, keeper's domain): how many copies or blocks."""
+        """Counts the copies or blocks by (owner's domain, holder's domain)."""
         where = self.domain_of
         return Counter(
             (where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept
         )
 
     def kept(self) -> Counter[int]:
-        """By worker: how many copies or blocks it keeps."""
+        """Counts the copies or blocks that each worker holds."""
         if self.group:
             seen = {(group, keeper) for owner, group in self.group.items() for keeper in self.keepers[owner]}
             return Counter(keeper for _, keeper in seen)
@@ -73,7 +73,7 @@ class Links:
 
 
 def links(layout: JobLayout) -> Links:
-    """Of the level that says most, with the domains in the order of their names."""
+    """Returns the links at the layout's level, with the domains in the order of their names."""
     topology, placement, level = layout.topology, layout.placement, layout.level
     found: dict[str, dict[str, list[int]]] = {}
     for site in sorted(layout.sites, key=lambda site: site.worker):
@@ -110,18 +110,18 @@ def _parent(layout: JobLayout, node: str, level: str) -> str:
 
 
 def _natural(text: str) -> list[str | int]:
-    """rack-2 before rack-10."""
+    """Returns a sort key that puts rack-2 before rack-10."""
     return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", text))]
 
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#B8A900", "#8C8C8C")
-"""Of domains, in turn. Okabe and Ito's, with the yellow darkened for light paper."""
+"""The colours of domains, in turn: Okabe and Ito's, with the yellow darkened for light paper."""
 _WORKERS_IN_BOXES = 96
 _DOMAINS_LISTED = 40
 
 
 def screen(layout: JobLayout, width: int) -> Group:
-    """For a terminal of `width` columns."""
+    """Returns the plan for a terminal of `width` columns."""
     drawn = links(layout)
     parts: list[RenderableType] = [_summary(layout, drawn), Text()]
     if len(layout.sites) <= _WORKERS_IN_BOXES:
@@ -136,7 +136,7 @@ def screen(layout: JobLayout, width: int) -> Group:
 
 
 def colour(index: int) -> str:
-    """Of the domain at that position."""
+    """Returns the colour of the domain at that position."""
     return COLOURS[index % len(COLOURS)]
 
 
@@ -204,7 +204,7 @@ def _boxes(drawn: Links, width: int) -> Group:
 
 
 def _example(drawn: Links) -> str:
-    """How to read the marks, by one that is drawn."""
+    """Explains the marks by one that is drawn."""
     for worker, group in sorted(drawn.group.items()):
         name = group_name(group)
         return f"{worker}·{name}: worker {worker} is a member of group {name}; "
@@ -220,7 +220,7 @@ def _box(drawn: Links, domain: Domain, where: dict[int, int], position: int) -> 
     longest = 0
     for node, workers in domain.nodes.items():
         cell = Text("  ").join(_worker(drawn, worker, where) for worker in workers)
-        # Levels whose domain is the node itself would say the name twice.
+        # At the host level the domain is the node itself, and the name would appear twice.
         name = "" if drawn.level == "host" else node
         grid.add_row(name, cell)
         longest = max(longest, len(name) + 1 + cell.cell_len)
@@ -246,7 +246,7 @@ def _worker(drawn: Links, worker: int, where: dict[int, int]) -> Text:
 
 
 def group_name(index: int) -> str:
-    """a, b ... z, aa, ab ..."""
+    """Returns the name of a group: a, b ... z, aa, ab ..."""
     name = ""
     index += 1
     while index:

@@ -1,1 +1,1 @@
-"""`tiercheck simulate`: months of failures, played with the operator's own planning."""
+"""Implements `tiercheck simulate`: months of failures, played with the operator's own planning."""

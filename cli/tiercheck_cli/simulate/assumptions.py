@@ -1,4 +1,4 @@
-"""Lists what a simulation assumes unless a file says otherwise: failure rates with sources, and times."""
+"""Defines a simulation's assumptions, by default or by file: failure rates with sources, and times."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.topology import Topology
 
 PEER_BANDWIDTH = 2 * 2**30
-"""Bytes per second and worker, where the job does not limit it."""
+"""Bytes per second and worker, if the job does not limit it."""
 REMOTE_BANDWIDTH = 200 * 2**20
 STEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class CountedFailures:
-    """Failures as somebody counted them, per 1,000 days of one node."""
+    """Published failures, per 1,000 days of one node."""
 
     node: float
     process: float
     domain_share: float
-    """Of all failures, the part that takes a whole domain of the spread level along."""
+    """The share of all failures that take a whole domain of the spread level along."""
     source: str
 
 
 @functools.cache
 def published_failures() -> Mapping[str, CountedFailures]:
-    """The records of records.yaml, by name."""
+    """Returns the records of records.yaml, by name."""
     (contents,) = documents(str(Path(__file__).with_name("records.yaml")))
     return {name: CountedFailures(**each) for name, each in contents.items()}
 
 
 @dataclass(frozen=True)
 class AssumedByFile:
-    """The keys of an `--assume` file, there in camel case. None: the file does not say."""
+    """The keys of an `--assume` file, in camel case there. None: the file does not set it."""
 
     failures: str = "rsc-1"
-    """Whose published failures."""
+    """The name of the published failures to use."""
     node_failures: float | None = None
-    """Per 1,000 days of a node, as the next."""
+    """Failures per 1,000 days of a node, the unit of the next field too."""
     process_failures: float | None = None
     domain_failures: dict[str, float] | None = None
-    """By level: per 1,000 days of a domain."""
+    """Failures per 1,000 days of a domain, by level."""
     moves_per_day: float = 0.0
-    """Pods of the job that are moved or evicted."""
+    """The number of the job's pods that are moved or evicted in a day."""
     step_seconds: float | None = None
     state_size: str | None = None
-    """Of one rank."""
+    """The size of one rank's state."""
     peer_bandwidth: str | None = None
     remote_bandwidth: str | None = None
     detect_seconds: float | None = None
@@ -76,7 +76,7 @@ class AssumedByFile:
     replace_seconds: float | None = None
 
     def bytes_of(self, key: str, otherwise: object) -> int:
-        """The quantity of that key, or `otherwise`. Raises CannotDo."""
+        """Returns the bytes of that key, or of `otherwise`. Raises CannotDo."""
         try:
             found = parse_quantity(getattr(self, key) or str(otherwise))
         except ValueError as error:
@@ -87,13 +87,13 @@ class AssumedByFile:
 
     @property
     def of_every_recovery(self) -> dict[str, float]:
-        """The parts of a recovery that the file says, by their names in RecoveryTimes."""
+        """Returns the parts of a recovery that the file sets, by their names in RecoveryTimes."""
         said = {name: getattr(self, f"{name}_seconds") for name in ("detect", "restart", "replace")}
         return {name: value for name, value in said.items() if value is not None}
 
 
 def read_assumed(path: str | None) -> AssumedByFile:
-    """What a YAML or JSON file says; "-" is standard input. Raises CannotDo."""
+    """Reads a YAML or JSON file of assumptions; "-" is standard input. Raises CannotDo."""
     if path is None:
         return AssumedByFile()
     contents = list(documents(path))
@@ -124,7 +124,7 @@ def _camel(name: str) -> str:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Of one simulation. Rates are per 1,000 days of a node, or of a domain."""
+    """The assumptions of one simulation. Rates are per 1,000 days of a node, or of a domain."""
 
     node: float
     process: float
@@ -132,14 +132,14 @@ class Assumptions:
     times: RecoveryTimes
     step_seconds: float
     sources: tuple[str, ...]
-    """Where all this is from, as sentences."""
+    """The assumptions and their sources, as sentences."""
     moves: float = 0.0
-    """Pods of the job that are moved or evicted in a day."""
+    """The number of the job's pods that are moved or evicted in a day."""
     measured: tuple[str, ...] = ()
-    """The same of what recoveries have told."""
+    """The times measured in recoveries, as sentences."""
 
     def rates(self, sites: Sequence[WorkerSite], topology: Topology) -> FailureRates:
-        """Per hour, as planning counts; those of processes per worker."""
+        """Returns the rates per hour, for a scenario; those of processes are per worker."""
         nodes = len({site.node for site in sites})
         host = topology.level_names[-1]
         return FailureRates(
@@ -150,7 +150,7 @@ class Assumptions:
         )
 
     def failures_per_day(self, sites: Sequence[WorkerSite], topology: Topology) -> float:
-        """Of the whole job."""
+        """Returns the failures of the whole job per day."""
         rates = self.rates(sites, topology)
         total = (rates.process + rates.pod) * len(sites)
         for level, rate in rates.domains.items():
@@ -161,7 +161,7 @@ class Assumptions:
 def assume(
     layout: JobLayout, job: Mapping[str, Any], said: AssumedByFile, jobs: Sequence[Mapping[str, Any]]
 ) -> Assumptions:
-    """The file goes before the recoveries of `jobs`, and those before what `job` says. Raises CannotDo."""
+    """Combines assumptions, by precedence from the file, recoveries of `jobs`, and `job`. Raises CannotDo."""
     counted, spec = _record(said.failures), layout.spec
     node = counted.node if said.node_failures is None else said.node_failures
     process = counted.process if said.process_failures is None else said.process_failures
@@ -213,7 +213,7 @@ def _record(name: str) -> CountedFailures:
 
 
 def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
-    """Per 1,000 days of one domain, such that they are the record's share of all failures."""
+    """Returns failures per 1,000 days of a domain that make up the record's share of all failures."""
     sites, topology, level = layout.sites, layout.topology, layout.spread
     domains = {topology.domain(site.node, level) for site in sites} - {None}
     if len(domains) < 2 or level == topology.level_names[-1]:
@@ -223,7 +223,7 @@ def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
 
 
 def _told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
-    """Of times that nothing has measured, as sentences."""
+    """Describes times that were not measured, as sentences."""
     restore = times.restore
     return (
         f"a failure is acted on after {times.detect:g} s, a pod is elsewhere after {times.replace:g} s "
@@ -237,14 +237,15 @@ def _told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
 _PARITY = re.compile(r"([0-9]+)\+([0-9]+)")
 _KEYS = "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 remote=500,none deltas=on,off level=rack,host"
 _DELTA_PART = 3
-"""A snapshot is about three dense deltas."""
+"""The number of dense deltas that are about as large as a snapshot."""
 _SNAPSHOT_WITHOUT_DELTAS = 50
 _SNAPSHOT_UNKNOWN = 10
 
 
 def settings(base: JobSpec, compare: Sequence[str], levels: Sequence[str] = ()) -> dict[str, JobSpec]:
-    """By name of the row, first the job as it is. `compare`: "copies=0,1,2 parity=4+1", in one word or
-    several. `levels`: of its topology. Raises CannotDo."""
+    """Returns the settings by name of the row, first the job as it is. Raises CannotDo.
+
+    `compare`: "copies=0,1,2 parity=4+1", in one word or several. `levels`: of its topology."""
     same: list[str] = []
     changes: dict[str, JobSpec] = {}
     for entry in " ".join(compare).split():
@@ -294,7 +295,7 @@ def _count(key: str, value: str, least: int = 0) -> int:
 
 
 def snapshot_steps(spec: JobSpec, deltas: bool) -> int:
-    """Steps between snapshots, by the size where it is known and the spec does not say."""
+    """Returns the steps between snapshots: the spec's, else by the size if it is known."""
     if spec.snapshot_every is None and not deltas:
         return _SNAPSHOT_WITHOUT_DELTAS
     size = spec.state_size or 0
@@ -302,10 +303,10 @@ def snapshot_steps(spec: JobSpec, deltas: bool) -> int:
 
 
 def saving(spec: JobSpec, assumed: Assumptions) -> Saving:
-    """What is saved when, by the sizes where they are known."""
+    """Returns the intervals and delays of saves, by the sizes if they are known."""
     size = (spec.state_size or 0) * spec.procs_per_worker
     way = assumed.times.restore.peer - assumed.times.restore.local
-    # A delta is underway while the next step is trained; a snapshot as long as a copy takes.
+    # A delta is sent while the next step is trained; a snapshot takes as long as a copy.
     lag = way / _DELTA_PART if spec.deltas else way
     upload = assumed.times.restore.remote - assumed.times.restore.local if size else 0.0
     return Saving(
@@ -318,7 +319,7 @@ def saving(spec: JobSpec, assumed: Assumptions) -> Saving:
 
 
 def scenario(layout: JobLayout, spec: JobSpec, assumed: Assumptions) -> Scenario:
-    """The placement is made anew where the setting asks for another one. Raises CannotDo."""
+    """Returns a scenario, with a new placement if the setting asks for another one. Raises CannotDo."""
     policy = policy_of(spec)
     same = policy == policy_of(layout.spec)
     placement = layout.placement if same else compute_placement(layout.sites, layout.topology, policy)
@@ -335,8 +336,9 @@ def scenario(layout: JobLayout, spec: JobSpec, assumed: Assumptions) -> Scenario
 
 
 def store_only(layout: JobLayout, assumed: Assumptions, every: int) -> float:
-    """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store
-    that has a version every `every` steps, for which nothing is paid."""
+    """Returns the ETTR of a job without memory tiers, by Daly's formula.
+
+    Each failure goes back to a store with a version every `every` steps, which costs nothing to write."""
     times = assumed.times
     per_day = assumed.failures_per_day(layout.sites, layout.topology)
     rates = assumed.rates(layout.sites, layout.topology)

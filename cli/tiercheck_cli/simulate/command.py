@@ -1,4 +1,4 @@
-"""`simulate`: how much of its time a job would train, on nodes that may exist only on paper."""
+"""Implements `simulate`: how much of its time a job would train, on real or invented nodes."""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ def simulate(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """How much of its time a job would train (ETTR), by playing months of failures with the operator's own
-    planning."""
+    """Play months of failures with the operator's planning: how much of its time a job would train (ETTR)."""
     said = read_assumed(assumed_by)
     found: dict[str, Any]
     if job is not None:
@@ -156,7 +155,7 @@ def _as_json(
 
 @dataclass(frozen=True)
 class Result:
-    """Of one setting."""
+    """The result of one setting."""
 
     setting: str
     placement: Placement
@@ -171,7 +170,7 @@ def screen(
     *,
     formula: tuple[int, float] | None,
 ) -> Group:
-    """`formula`: (steps between versions, ETTR) of a store alone."""
+    """Returns the results for a terminal; `formula`: (steps between versions, ETTR) of a store alone."""
     nodes = len({site.node for site in layout.sites})
     days = results[0].simulation.days
     runs = len(results[0].simulation.runs)
@@ -244,7 +243,7 @@ def _table(results: Sequence[Result], formula: tuple[int, float] | None, width: 
 
 
 def _rate(value: float) -> str:
-    """A count per day: with decimals while they say something."""
+    """Formats a count per day, with decimals while they are significant."""
     if value == 0:
         return "-"
     if value >= 100:

@@ -1,8 +1,8 @@
-"""Plays a job's life for days, many times over, with the planner's own decisions.
+"""Simulates a job's life for days, many times over, with the planner's own decisions.
 
-It tells how much of the time is training. Failures of each kind arrive independently (Poisson); what a
-failure costs is what `place` and `decide_recovery` make of it. A replacement is taken to stand where the lost
-worker stood. The same seed gives the same lives. Published formulas check it.
+The result is the share of time spent training. Failures of each kind arrive independently (Poisson); `place`
+and `decide_recovery` determine what each costs. A replacement is assumed to run where the lost worker ran.
+The same seed gives the same lives. Tests compare the results with published formulas.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NO_REMOTE = RemoteInventory(configured=False)
 
 
 class Survival:
-    """Says of one placement which lost workers have their state elsewhere in memory.
+    """Decides for one placement whether the state of lost workers is elsewhere in memory.
 
-    The planner's own stock is asked once for each shape of a loss, fast enough for a hundred thousand losses.
+    The planner's `Availability` is asked once per shape of a loss, fast enough for a hundred thousand losses.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -52,8 +52,7 @@ class Survival:
         }
 
     def in_memory(self, lost: Collection[int], empty: Collection[int]) -> bool:
-        """Whether every lost worker's state can be had from peers. `empty` are workers that keep nothing for
-        others (yet)."""
+        """Returns whether peers hold every lost worker's state. `empty`: workers that hold nothing yet."""
         seen: set[tuple[int, ...]] = set()
         for worker in lost:
             group = self._group.get(worker)
@@ -75,7 +74,7 @@ class Survival:
 
 @lru_cache(maxsize=4096)
 def _decodable(members: int, gone: tuple[int, ...], blocks: tuple[int, ...]) -> bool:
-    """Whether a group of that many members can be rebuilt without those, from those blocks."""
+    """Returns whether a group of `members` can be rebuilt from `blocks` if members `gone` are lost."""
     share = tuple(range(members))
     inventories = [JobInventory(worker, {worker: _KEPT}) for worker in share if worker not in gone]
     inventories += [JobInventory(members + index, blocks={Share(index, share): _KEPT}) for index in blocks]
@@ -93,11 +92,11 @@ def find_fallback(
     step_seconds: float,
     restore: RestoreSeconds,
 ) -> tuple[Tier, int] | None:
-    """The tier and the steps lost that a recovery decides on; None: from scratch.
+    """Returns the tier and the lost steps that a recovery decides on; None: from scratch.
 
     `own`, `peer` and `remote` are how many steps behind the newest each tier is; None: it has nothing. One
-    worker stands for those that are well and one for those that are lost, because the decision asks of each
-    rank only what it can rebuild.
+    worker represents all that survive and one all that are lost, because the decision depends only on what
+    each rank can rebuild.
     """
     newest = 1 + max(own, peer or 0, remote or 0)
     history, survivor, victim = _HISTORY, 0, 1
@@ -126,7 +125,7 @@ def find_fallback(
 
 
 SCRATCH = "scratch"
-"""In place of a tier: nothing was left, training began anew."""
+"""The entry in place of a tier if nothing was left and training began from scratch."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,12 @@ class Run:
     ettr: float
     """Effective training time ratio: seconds of training that counted, over seconds of the run."""
     failures: Mapping[str, int]
-    """By kind: "process", "pod", or the topology level whose domain was lost."""
+    """The number of failures by kind: "process", "pod", or the topology level of the lost domain."""
     recoveries: Mapping[str, int]
-    """By the farthest tier that was needed ("local", "peer", "remote"), or "scratch"."""
+    """The number of recoveries by the farthest tier needed ("local", "peer", "remote"), or "scratch"."""
     lost_steps: int
     down_seconds: float
-    """Between a failure and the first step after it."""
+    """Seconds between failures and the first steps after them."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +150,11 @@ class Simulation:
 
     @property
     def ettr(self) -> float:
-        """Mean over the runs."""
+        """Returns the mean over the runs."""
         return statistics.fmean(run.ettr for run in self.runs)
 
     def ettr_quantile(self, part: float) -> float:
-        """The ETTR that this part of the runs does not exceed, 0 to 1, between two runs in proportion."""
+        """Returns the ETTR that `part` (0 to 1) of the runs does not exceed, interpolated linearly."""
         ordered = sorted(run.ettr for run in self.runs)
         where = part * (len(ordered) - 1)
         low = int(where)
@@ -164,22 +163,22 @@ class Simulation:
 
     @property
     def recoveries(self) -> Mapping[str, float]:
-        """Mean number per run, by tier or "scratch"."""
+        """Returns the mean number per run, by tier or "scratch"."""
         return self._mean(run.recoveries for run in self.runs)
 
     @property
     def failures(self) -> Mapping[str, float]:
-        """Mean number per run, by kind."""
+        """Returns the mean number per run, by kind."""
         return self._mean(run.failures for run in self.runs)
 
     @property
     def lost_steps(self) -> float:
-        """Mean per run."""
+        """Returns the mean per run."""
         return statistics.fmean(run.lost_steps for run in self.runs)
 
     @property
     def down_seconds(self) -> float:
-        """Mean per run."""
+        """Returns the mean per run."""
         return statistics.fmean(run.down_seconds for run in self.runs)
 
     def _mean(self, counts: Iterable[Mapping[str, int]]) -> Mapping[str, float]:
@@ -192,8 +191,9 @@ class Simulation:
 def play(
     scenario: Scenario, *, days: float, runs: int, seed: int = 0, tick: Callable[[], object] = lambda: None
 ) -> Simulation:
-    """`runs` lives of `days` each, each with a chance of its own: scenarios with the same failures meet the
-    same. `tick` is called after each."""
+    """Simulates `runs` lives of `days` each, and calls `tick` after each.
+
+    Each life has its own random generator, so that scenarios with the same rates meet the same failures."""
     sources, survival = _sources(scenario), Survival(scenario.placement)
     played = []
     for run in range(runs):
@@ -205,7 +205,7 @@ def play(
 
 @dataclass(frozen=True)
 class _Source:
-    """One kind of failure: how often any of its domains fails per second, and whom each takes along."""
+    """One kind of failure: its rate per second over all domains, and the workers that each domain loses."""
 
     kind: str
     rate: float
@@ -236,24 +236,24 @@ def _live(life: JobLife, sources: Sequence[_Source], chance: random.Random, end:
 
 
 class JobLife:
-    """One run: every failure in order of time, then its end. Times are seconds since its beginning."""
+    """Simulates a run: every failure in order of time, then the end. Times are seconds since its start."""
 
     def __init__(self, scenario: Scenario, survival: Survival | None = None) -> None:
         self._scenario, self._survival = scenario, survival or Survival(scenario.placement)
         self._base = 0
-        """The step that training last came back to."""
+        """The step that training last resumed from."""
         self._copied = 0
-        """The step that is at the holders while they have not everything again."""
+        """The step that the holders have until their copies are complete again."""
         self._resumes = 0.0
-        """When training went on, or will."""
+        """The time at which training resumed, or will."""
         self._complete = 0.0
-        """When all lost workers had a successor, or will have."""
+        """The time at which all lost workers had a successor, or will have."""
         self._empty: frozenset[int] = frozenset()
-        """Replaced workers whose memory keeps nothing for others yet."""
+        """Replaced workers that hold nothing for others yet."""
         self._bare: frozenset[int] = frozenset()
-        """Replaced workers that have not got back their own state yet."""
+        """Replaced workers that have not restored their own state yet."""
         self._repairs: list[float] = []
-        """When used spares have successors."""
+        """The times at which used spares have successors."""
         self._failures: Counter[str] = Counter()
         self._recoveries: Counter[str] = Counter()
         self._lost_steps, self._down = 0, 0.0
@@ -272,7 +272,7 @@ class JobLife:
         return self._base + int(max(0.0, at - self._resumes) / self._scenario.step_seconds)
 
     def fail(self, at: float, kind: str, victims: tuple[int, ...] = ()) -> None:
-        """`kind` as in `Run.failures`; `victims`: the workers whose memory goes."""
+        """Applies a failure. `kind`: as in `Run.failures`; `victims`: the workers that lose memory."""
         scenario, saving = self._scenario, self._scenario.saving
         times = scenario.times.of(kind)
         self._failures[kind] += 1
@@ -299,7 +299,7 @@ class JobLife:
         self._recoveries[SCRATCH if tier is None else tier.value] += 1
         self._lost_steps += behind
         acted = at + times.detect
-        # A successor that is still on its way is waited for whatever fails meanwhile.
+        # A successor that is still on its way is needed whatever fails meanwhile.
         self._complete = max(self._complete, acted + self._replaced(at, times, len(victims)))
         resumes = max(acted, self._complete) + times.restart
         if tier is not None:
@@ -313,7 +313,7 @@ class JobLife:
         self._empty = self._empty.union(victims)
 
     def _replaced(self, at: float, times: RecoveryTimes, workers: int) -> float:
-        """Seconds until all victims have a successor."""
+        """Returns the seconds until all victims have a successor."""
         if not workers:
             return 0.0
         self._repairs = [ready for ready in self._repairs if ready > at]
@@ -323,12 +323,12 @@ class JobLife:
 
 
 def exact_ettr(failures_per_second: float, interval: float, overhead: float) -> float:
-    """Expected effective training time ratio of a long run, exact for failures that are exponentially
-    distributed and may hit the recovery as well.
+    """Returns the expected effective training time ratio of a long run.
 
-    Training of one interval takes M e^(R/M) (e^(t/M) - 1) on average, with M the mean time between failures,
-    t the interval and R the overhead: J. T. Daly, "A higher order estimate of the optimum checkpoint interval
-    for restart dumps", FGCS 22(3), 2006, with nothing spent on saving. Seconds throughout.
+    It is exact for exponentially distributed failures that may hit the recovery as well. Training of one
+    interval takes M e^(R/M) (e^(t/M) - 1) on average, with M the mean time between failures, t the interval
+    and R the overhead: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", FGCS 22(3), 2006, with nothing spent on saving. Seconds throughout.
     """
     if failures_per_second <= 0:
         return 1.0

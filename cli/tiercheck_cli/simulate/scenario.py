@@ -1,4 +1,4 @@
-"""Holds what a simulation is played with, and takes its times from recoveries that statuses tell of."""
+"""Holds the inputs of a simulation, and derives its times from recoveries reported in job statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology
 
 PROCESS, POD = "process", "pod"
-"""Kinds of failure beside the topology levels: the first costs no memory, the second that of one worker."""
+"""Kinds of failure beside topology levels: the first costs no memory, the second that of one worker."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class FailureRates:
     """Failures per hour; independent and without memory (Poisson)."""
 
     process: float = 0.0
-    """Of one worker's training command, with its pod and its memory left in place."""
+    """Failures of one worker's training command that leave its pod and its memory in place."""
     pod: float = 0.0
-    """Of one worker's pod, with its memory: evictions, deletions, moves."""
+    """Losses of one worker's pod with its memory: evictions, deletions, moves."""
     domains: Mapping[str, float] = field(default_factory=dict)
-    """By topology level: of one domain of that level, with every node in it. "host" is the single node."""
+    """Losses of one domain with every node in it, by topology level. "host" is the single node."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,32 @@ class RecoveryTimes:
     """Seconds of each part of a recovery."""
 
     detect: float = 5.0
-    """Until the controller acts."""
+    """Seconds until the controller acts."""
     restore: RestoreSeconds = field(default_factory=RestoreSeconds)
-    """Until every rank has its state, by the farthest tier that any needs."""
+    """Seconds until every rank has its state, by the farthest tier that any needs."""
     restart: float = 30.0
-    """Until the first step, with the state in place: rendezvous, communicators, compilation."""
+    """Seconds from the restored state to the first step: rendezvous, communicators, compilation."""
     spare: float = 5.0
-    """Until a warm spare stands in for a lost worker."""
+    """Seconds until a warm spare replaces a lost worker."""
     replace: float = 300.0
-    """Until a lost worker has a new pod on another node, where no spare is left."""
+    """Seconds until a lost worker has a new pod on another node, if no spare is left."""
     repair: float = 86400.0
-    """Until a spare that was used has a successor."""
+    """Seconds until a used spare has a successor."""
     protect: float = 30.0
-    """After a recovery, until all copies are complete again."""
+    """Seconds after a recovery until all copies are complete again."""
     kinds: Mapping[str, RecoveryTimes] = field(default_factory=dict)
-    """By kind of failure: "process", "pod" or a topology level. Others take as long as above."""
+    """Times by kind of failure: "process", "pod" or a topology level. Others take as long as above."""
 
     def of(self, kind: str) -> RecoveryTimes:
-        """After a failure of that kind."""
+        """Returns the times after a failure of that kind."""
         return self.kinds.get(kind, self)
 
     def changed(self, change: Callable[[RecoveryTimes], RecoveryTimes]) -> RecoveryTimes:
-        """The same change of every kind's times."""
+        """Applies the same change to the times of every kind."""
         return change(replace(self, kinds={kind: change(times) for kind, times in self.kinds.items()}))
 
     def carrying(self, worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
-        """With what a worker's snapshot adds, by its bytes and bytes per second, to times without a state."""
+        """Adds the transfer of a worker's snapshot, by bytes and bytes per second, to stateless times."""
         peer, remote = worker_bytes / peer_bandwidth, worker_bytes / remote_bandwidth
         bare = self.restore
         return replace(
@@ -73,34 +73,34 @@ class RecoveryTimes:
 
 
 NO_STATE = RecoveryTimes(restore=RestoreSeconds(2.0, 2.0, 2.0))
-"""Of a state that takes no time on its way."""
+"""Recovery times with a state that takes no time to transfer."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What is saved how often, in steps."""
+    """The intervals and delays of saves, in steps."""
 
     snapshot_every: int = 10
     deltas: bool = True
-    """A delta at every step: the newest state is never older than the last step."""
+    """True for a delta at every step: the newest state is never older than the last step."""
     peer_lag: int = 1
-    """Steps until what was saved is at all holders."""
+    """Steps until a save is at all holders."""
     remote_every: int | None = None
-    """None: no remote tier."""
+    """Steps between remote versions; None: no remote tier."""
     remote_lag: int = 0
     """Steps until an upload is complete."""
 
     def local(self, step: int) -> int:
-        """The newest step that own memory leads to, when `step` was trained."""
+        """Returns the newest step that own memory can restore when `step` was trained."""
         return step if self.deltas else step - step % self.snapshot_every
 
     def peer(self, step: int) -> int:
-        """The newest step that is at all holders."""
+        """Returns the newest step that is at all holders."""
         arrived = max(0, step - self.peer_lag)
         return arrived if self.deltas else arrived - arrived % self.snapshot_every
 
     def remote(self, step: int) -> int:
-        """The newest step in the remote tier; 0: none."""
+        """Returns the newest step in the remote tier; 0: none."""
         if self.remote_every is None:
             return 0
         stored = max(0, step - self.remote_lag)
@@ -125,7 +125,7 @@ class Scenario:
 
 
 NODE, DOMAIN, ALL = "node", "domain", "all"
-"""Kinds whose name in a simulation is a topology level's; ALL are all pods at once."""
+"""Kinds that a simulation names by topology level; ALL is the loss of all pods at once."""
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     PROCESS: ("TrainerCrash", "OOMKilled", "StepSuspected"),
@@ -137,11 +137,12 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     DOMAIN: ("DomainLost",),
     ALL: ("AllPodsLost",),
 }  # fmt: skip
-"""Of a status, by kind."""
+"""The causes of a status, by kind."""
 _KINDS = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
 KINDS = tuple(CAUSES)
-"""From the smallest loss to the largest. Hangs, rollbacks and restores that failed on the way are of none:
-how long those take is decided by limits that the job sets."""
+"""The kinds of failure, from the smallest loss to the largest.
+
+Hangs, rollbacks and restores that failed are of none: the limits of the job determine how long they take."""
 _ALIKE: Mapping[str, tuple[str, ...]] = {
     PROCESS: (),
     POD: (NODE, DOMAIN, ALL),
@@ -149,37 +150,37 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
     DOMAIN: (NODE, POD, ALL),
     ALL: (DOMAIN, NODE, POD),
 }
-"""Whose pods come back as those of each kind do, the likest first."""
+"""The kinds after which pods come back much as after each kind, the most similar first."""
 _SILENT_LIKE: Mapping[str, str] = {DOMAIN: NODE, NODE: DOMAIN, ALL: DOMAIN}
-"""What is noticed as each kind is."""
+"""The kind that is noticed in the same way as each kind."""
 
 
 @dataclass(frozen=True)
 class MeasuredRecovery:
-    """One that a status tells of. Seconds."""
+    """A recovery reported in a status. Times are in seconds."""
 
     kind: str
     recovery: PastRecovery
-    """Its restore is with the wait for new pods, where some were lost."""
+    """The recovery. Its restore time includes the wait for new pods if some were lost."""
     restart: float
-    """Up to the beginning of the first new step."""
+    """Seconds from the restored state to the beginning of the first new step."""
     spared: bool = False
-    """The job keeps spares, so lost pods had a successor at once."""
+    """True if the job keeps spares, so that lost pods had a successor at once."""
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """What recoveries were like."""
+    """The mean times of measured recoveries."""
 
     times: RecoveryTimes
-    """By `KINDS`; `for_levels` gives them a simulation's names."""
+    """The times by `KINDS`; `for_levels` gives them a simulation's names."""
     counts: Mapping[str, int]
-    """Recoveries by kind."""
+    """The number of recoveries by kind."""
     derived: tuple[str, ...]
-    """Where each part is from that none of the recoveries tells, as sentences."""
+    """The sources of the parts that none of the recoveries measured, as sentences."""
 
     def for_levels(self, levels: Sequence[str]) -> RecoveryTimes:
-        """`levels`: names of a topology's, from the widest to the single node."""
+        """Returns the times by topology level. `levels`: names from the widest to the single node."""
         kinds = self.times.kinds
         named = {PROCESS: kinds[PROCESS], POD: kinds[POD], ALL: kinds[ALL]}
         named |= dict.fromkeys(levels[:-1], kinds[DOMAIN])
@@ -187,7 +188,7 @@ class MeasuredTimes:
 
 
 def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Of `kubectl get tcj -o json` (or yaml), one job or a list in each file. Raises CannotDo."""
+    """Reads `kubectl get tcj -o json` (or yaml), one job or a list in each file. Raises CannotDo."""
     found: list[Mapping[str, Any]] = []
     for path in paths:
         before = len(found)
@@ -203,9 +204,9 @@ def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
 def times_of(
     jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, Any], topology: Topology
 ) -> tuple[RecoveryTimes, tuple[str, ...]]:
-    """(the times, where they are from, as sentences). No sentence: no job tells of a recovery, and they are
-    the usual ones. `said`: parts that are the same for every kind of failure, whatever was measured.
-    """
+    """Returns (times, their sources as sentences); without any recovery, `usual` times and no sentence.
+
+    Parts that are assumed explicitly are the same for every kind of failure, whatever was measured."""
     told = measured_recoveries(jobs)
     if not told:
         return usual.changed(lambda each: replace(each, **said)), ()
@@ -233,7 +234,7 @@ def times_of(
 
 
 def measured_recoveries(jobs: Iterable[Any]) -> tuple[MeasuredRecovery, ...]:
-    """Of jobs as the API gives them. A job that makes no sense is left out."""
+    """Reads the recoveries of jobs as the API returns them; an invalid job is left out."""
     found: list[MeasuredRecovery] = []
     for job in jobs:
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -255,14 +256,14 @@ def _read(job: Mapping[str, Any]) -> list[MeasuredRecovery]:
 
 
 def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
-    """Means over the recoveries of each kind; `usual` where there are none to tell."""
+    """Averages the recoveries of each kind; `usual` times replace those without a measurement."""
     by_kind = {kind: [each for each in told if each.kind == kind] for kind in KINDS}
     derived: list[str] = []
     in_place = [each.recovery.restore for each in by_kind[PROCESS] if each.recovery.farthest is Tier.LOCAL]
     local = fmean(in_place) if in_place else usual.restore.local
     if not in_place:
         derived.append(f"restore from own memory: {local:.3g} s, assumed")
-    # A peer's copy has a way to go; no longer than the shortest restore from a peer that was seen.
+    # A peer's copy takes time to transfer, at most that of the shortest restore from a peer that was seen.
     carried = max(0.0, usual.restore.peer - usual.restore.local)
     seen = [each.recovery.restore for each in told if each.recovery.farthest is Tier.PEER]
     peer = min([local + carried, *seen])
@@ -315,7 +316,7 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
 
 
 def _waits(found: Sequence[MeasuredRecovery], spared: bool, local: float, peer: float) -> list[float]:
-    """For successors, as far as a restore from memory tells."""
+    """Returns the waits for successors in the restores from memory."""
     taken = {Tier.LOCAL: local, Tier.PEER: peer}
     return [
         max(0.0, each.recovery.restore - taken[tier])

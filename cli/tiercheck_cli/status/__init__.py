@@ -1,1 +1,1 @@
-"""`tiercheck status`: how jobs are, and what to do."""
+"""Implements `tiercheck status`: the state of jobs, and what to do."""

@@ -1,4 +1,4 @@
-"""`status`: one job on one screen, or all jobs in a table."""
+"""Implements `status`: one job on one screen, or all jobs in a table."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _job(cluster: Cluster, name: str, members: bool) -> StatusView:
     placement = cluster.placement(found)
     try:
         levels = levels_in(planned_spec(found["spec"], placement))
-    except CannotDo as failure:  # a job that cannot be planned has a status all the same
+    except CannotDo as failure:  # a job that cannot be planned still has a status
         remark(str(failure))
         levels = ()
     labels, problem = node_labels(cluster, placement)
@@ -147,11 +147,11 @@ _PHASES = {
 }  # fmt: skip
 _RECOVERIES = 5
 _BAR = 24
-"""Columns of the longest recovery's bar."""
+"""The number of columns of the longest recovery's bar."""
 
 
 def screen(view: StatusView, width: int, wide: bool = False) -> Group:
-    """For a terminal of `width` columns."""
+    """Returns the status for a terminal of `width` columns."""
     parts: list[RenderableType] = [_headline(view)]
     if view.doing and view.doing not in {entry.message for entry in view.attention}:
         parts.append(Padding(Text(view.doing), (0, 0, 0, 2)))
@@ -166,7 +166,7 @@ def screen(view: StatusView, width: int, wide: bool = False) -> Group:
 
 
 def jobs_table(views: Sequence[StatusView], everywhere: bool) -> Table:
-    """One line for each job."""
+    """Returns a table with one line for each job."""
     table = columns(
         *(["NAMESPACE"] if everywhere else []), folded("NAME"), "PHASE", right("STEP"), right("PEER LAG"),
         right("REMOTE"), right("RESTARTS"), Column("SURVIVES", ratio=1), right("!"), right("AGE"),

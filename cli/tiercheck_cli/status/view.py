@@ -1,4 +1,4 @@
-"""Derives all that there is to say about a job, and what the troubleshooting guide says to do."""
+"""Derives the status of a job for users, and the advice of the troubleshooting guide about it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _PLACEHOLDER = re.compile(r"\b(?:NAMESPACE|NAME|POD)\b")
 
 @dataclass(frozen=True)
 class GuideEntry:
-    """An item of the guide."""
+    """An item of the troubleshooting guide."""
 
     advice: str
 
     def calls_for_action(self, seconds: float) -> bool:
-        """Whether a person should do something about it, if it has been so for `seconds`."""
+        """Returns whether a user should act if the condition has lasted for `seconds`."""
         if self.advice.startswith(_PATIENCE):
             return seconds > _MINUTE
         return not self.advice.startswith(_QUIET)
 
     def advise(self, namespace: str, job: str, message: str, *, remote: bool) -> str:
-        """Returns the advice about a job: with its names in place of the guide's, without the call for
-        patience, and without a remote tier that it lacks. `message`: the condition's, which may name a pod.
-        """
+        """Returns the advice with the job's names, without the request to wait or a remote tier it lacks.
+
+        `message`: the condition's, which may name a pod."""
         text = self.advice.removeprefix(_PATIENCE).removeprefix(" Then ").strip()
         if not remote:
             text = _WITH_REMOTE.sub("", text)
@@ -50,7 +50,7 @@ class GuideEntry:
 
 
 def find_entry(reason: str) -> GuideEntry | None:
-    """None for a reason that the guide of this version does not know."""
+    """Returns the item about a reason; None if the guide of this version has none."""
     return _entries().get(reason)
 
 
@@ -64,7 +64,7 @@ def _entries() -> dict[str, GuideEntry]:
 
 
 def _pod(job: str, message: str) -> str:
-    """The pod that `message` is about, for kubectl: by its name, else by the labels of its worker."""
+    """Returns the pod that `message` is about, for kubectl: its name, else the labels of its worker."""
     if pod := re.search(rf"(?<![\w.-]){re.escape(job)}-(?:spare-)?\d+-\d+(?![\w-])", message):
         return pod[0]
     worker = re.search(r"\bworkers? (\d+)", message)
@@ -72,7 +72,7 @@ def _pod(job: str, message: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` in one line, without Markdown."""
+    """Returns `text` in one line, without Markdown."""
     return " ".join(_LINK.sub(r"\1", re.sub(r"\*\*([^*]*)\*\*", r"\1", text)).replace("`", "").split())
 
 
@@ -80,7 +80,7 @@ def _text() -> str:
     packed = resources.files("tiercheck_cli").joinpath("troubleshooting.md")
     if packed.is_file():
         return packed.read_text()
-    # In a checkout the guide is where people look for it.
+    # In a checkout the guide is among the docs.
     return (Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md").read_text()
 
 
@@ -90,22 +90,22 @@ class TierView:
 
     name: str
     step: int | None
-    """None: nothing is complete there yet."""
+    """The step of that version; None: nothing is complete there yet."""
     lag_steps: int | None
     lag_seconds: float | None
-    """Training that would have to be done again if it had to be used now."""
+    """Seconds of training to repeat if the tier had to be used now."""
     age_seconds: float | None
-    """Since it was seen complete."""
+    """Seconds since it was seen complete."""
     proof_step: int | None = None
-    """Of the last proof that all ranks would come back from here; None: there is none."""
+    """The step of the last proof that all ranks can restore from here; None: there is none."""
     proof_age_seconds: float | None = None
     configured: bool = True
-    """Whether the job has this tier."""
+    """True if the job has this tier."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A condition that a person should do something about."""
+    """A condition on which a user should act."""
 
     condition: str
     reason: str
@@ -119,16 +119,16 @@ class RestoreView:
     """A restore under way, of all workers together."""
 
     bytes: int
-    """That are back."""
+    """Bytes that are restored."""
     wanted: int
-    """Bytes that there will be, as far as is known."""
+    """Bytes to restore, as far as is known."""
     bytes_per_second: float | None
-    """On average, since the attempt was decided; None: not known."""
+    """The average since the attempt was decided; None: not known."""
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker's pod. `domains`: by level, widest first, the host left out; "?" where labels do not say."""
+    """One worker's pod. `domains`: by level, widest first, without the host; "?" if labels do not give it."""
 
     worker: int
     pod: str
@@ -136,13 +136,13 @@ class WorkerView:
     domains: tuple[str, ...]
     phase: str
     replaced: int
-    """Pods that this worker has had before."""
+    """The number of pods that this worker has had before."""
     container_restarts: int
     holders: tuple[int, ...]
 
 
 def _doing(status: Mapping[str, Any]) -> str:
-    """The message of what holds the job up."""
+    """Returns the message of the condition that holds the job up."""
     found = {entry.get("type"): entry for entry in status.get("conditions") or []}
     for kind in ("Failed", "Completed", "Suspended"):
         if found.get(kind, {}).get("status") == "True":
@@ -155,18 +155,18 @@ def _doing(status: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusView:
-    """One job. Seconds are durations before the moment of looking, unless said otherwise."""
+    """The status of one job. Ages in seconds count back from the time of reading."""
 
     namespace: Annotated[str, At("metadata.namespace")]
     name: Annotated[str, At("metadata.name")]
     phase: Annotated[str, At("status.phase")] = "Pending"
     doing: Annotated[str, At("status"), As(_doing)] = ""
-    """What it is at, as a sentence; empty while it simply trains."""
+    """The current activity, as a sentence; empty while the job trains."""
     attempt: Annotated[int, At("status.attempt")] = 0
     workers: Annotated[int, At("status.size.workers")] = 0
-    """That it has now."""
+    """The number of workers that the job has now."""
     wanted_workers: Annotated[int, At("spec.workers")] = 0
-    """That its spec asks for."""
+    """The number of workers that the spec asks for."""
     procs_per_worker: Annotated[int, At("spec.procsPerWorker")] = 1
     age_seconds: Annotated[float | None, OURS] = None
     step: Annotated[int | None, At("status.progress.step")] = None
@@ -179,9 +179,9 @@ class StatusView:
     snapshot_every: Annotated[int | None, At("status.checkpoint.snapshotEverySteps")] = None
     deltas: Annotated[str, At("status.checkpoint.deltas")] = ""
     tolerates: Annotated[tuple[str, ...], At("status.placement.tolerates")] = ()
-    """Now."""
+    """The losses that the job survives now."""
     tolerates_once_complete: Annotated[tuple[str, ...], At("status.placement.toleratesOnceComplete")] = ()
-    """When the copies are made that are lacking; empty if none are."""
+    """The losses that it survives once missing copies are made; empty if none are missing."""
     spread: Annotated[str, At("status.placement.spreadAchieved")] = ""
     unprotected_workers: Annotated[int, At("status.placement.unprotectedWorkers")] = 0
     memory_needed: Annotated[int | None, At("status.memory.neededBytes")] = None
@@ -190,19 +190,19 @@ class StatusView:
     recoveries: Annotated[tuple[PastRecovery, ...], At(""), As(recoveries)] = ()
     restoring: Annotated[RestoreView | None, OURS] = None
     levels: Annotated[tuple[str, ...], OURS] = ()
-    """Of `domains` of the workers."""
+    """The levels of the workers' `domains`."""
     members: Annotated[tuple[WorkerView, ...], OURS] = ()
-    """Only where they were asked for."""
+    """The workers' pods; empty if they were not asked for."""
 
     def as_json(self, now: float) -> dict[str, Any]:
-        """For programs; names are stable."""
+        """Returns the status for programs; names are stable."""
         return {"time": now, **spell(self)}
 
 
 def status_view(
     job: Mapping[str, Any], now: float, members: Sequence[WorkerView] = (), levels: tuple[str, ...] = ()
 ) -> StatusView:
-    """`now` is unix seconds."""
+    """Returns the status of a job. `now` is unix seconds."""
     view, spec, status = read_as(StatusView, job), job.get("spec") or {}, job.get("status") or {}
     return replace(
         view,
@@ -219,7 +219,7 @@ def status_view(
 def worker_views(
     pods: Sequence[Mapping[str, Any]], holders: Mapping[int, tuple[int, ...]], topology: Topology
 ) -> tuple[WorkerView, ...]:
-    """One for each worker that has a pod: its newest one."""
+    """Returns a view of the newest pod of each worker that has one."""
     newest: dict[int, Mapping[str, Any]] = {}
     for pod in pods:
         labels = pod["metadata"].get("labels") or {}
@@ -290,7 +290,7 @@ def _restoring(status: Mapping[str, Any], now: float) -> RestoreView | None:
 
 
 def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
-    """One for each reason, in the order of the conditions."""
+    """Returns one entry for each reason, in the order of the conditions."""
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     remote = _has_tier("remote", job.get("spec") or {})
     found: dict[str, Attention] = {}
@@ -306,7 +306,7 @@ def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
 
 
 def _has_tier(name: str, spec: Mapping[str, Any]) -> bool:
-    """Whether the job asks for this tier."""
+    """Returns whether the job asks for this tier."""
     tiers = spec.get("tiers") or {}
     if name == "remote":
         return bool(tiers.get("remote"))

@@ -1,9 +1,9 @@
-"""Serves a Kubernetes API that starts in a blink, so that tests and the demo need no cluster.
+"""Serves a Kubernetes API that starts at once, so that tests and the demo need no cluster.
 
 It keeps everything in memory and serves a subset of the API. What it serves behaves as the real server does;
-the suite in tests/local/apiserver runs on both and holds it to that. Left out on purpose: server-side apply
-and managedFields, strategic patches of lists, protobuf, metadata alone, unknown fields of built-in kinds
-(kept, where the real server drops them), aggregated discovery, authentication (it listens on 127.0.0.1 only),
-Pod logs and exec. As on the real server, work that belongs to controllers is not done here: scheduling, node
-life-cycle, garbage collection, emptying namespaces, the status of disruption budgets.
+the suite in tests/local/apiserver runs on both and checks that. Left out on purpose: server-side apply and
+managedFields, strategic patches of lists, protobuf, metadata-only answers, unknown fields of built-in kinds
+(kept, where the real server drops them), aggregated discovery, authorization (one token allows everything, on
+127.0.0.1 only), Pod logs and exec. As on the real server, work that belongs to controllers is not done here:
+scheduling, node life-cycle, garbage collection, emptying namespaces, the status of disruption budgets.
 """

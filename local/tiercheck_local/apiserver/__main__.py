@@ -1,4 +1,4 @@
-"""Serves the API until told to stop, and never outlives its parent.
+"""Serves the API until it is stopped, and never outlives its parent.
 
 `python -m tiercheck_local.apiserver --directory DIR`
 """
@@ -27,8 +27,9 @@ _LIFETIME = datetime.timedelta(days=365)
 
 
 async def serve(port: int, directory: Path, history: int) -> None:
-    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers, for the owner of this process
-    only. Port 0: a free one."""
+    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers, for its owner only.
+
+    Port 0: a free one."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -54,7 +55,7 @@ async def serve(port: int, directory: Path, history: int) -> None:
 
 
 def _context(pair: KeyPair) -> ssl.SSLContext:
-    """TLS, because kubectl shows its token to nobody without it."""
+    """Returns a TLS context, because kubectl sends its token over TLS only."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile() as file:  # for its owner only
         file.write(pair.certificate + pair.key)

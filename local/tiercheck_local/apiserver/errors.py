@@ -1,4 +1,4 @@
-"""Spells refusals as the real server does: clients branch on `reason` and `code`."""
+"""Builds errors as the real server does: clients branch on `reason` and `code`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class FieldCause:
-    """One fault of one field. `reason` is a FieldValue... word of the API."""
+    """One error in one field. `reason` is one of the API's FieldValue... reasons."""
 
     field: str
     message: str
@@ -33,7 +33,7 @@ class ApiError(Exception):
         self.details = details
 
     def status(self) -> Object:
-        """The Status object sent to the client."""
+        """Returns the Status object sent to the client."""
         body: Object = {
             "kind": "Status",
             "apiVersion": "v1",
@@ -49,17 +49,17 @@ class ApiError(Exception):
 
 
 def success(details: Object) -> Object:
-    """The Status object that answers a completed delete, binding or eviction."""
+    """Returns the Status object that answers a completed delete, binding or eviction."""
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
 
 
 def qualified(plural: str, group: str) -> str:
-    """`pods`, or `leases.coordination.k8s.io`: how messages name a resource."""
+    """Returns the name of a resource in messages: `pods`, or `leases.coordination.k8s.io`."""
     return f"{plural}.{group}" if group else plural
 
 
 def details_of(name: str, group: str, kind: str) -> Object:
-    """What a Status says about which object it means."""
+    """Returns the details of a Status that identify its object."""
     return {"name": name, **({"group": group} if group else {}), "kind": kind}
 
 
@@ -92,7 +92,7 @@ def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Obj
 
 
 def invalid(kind: str, group: str, name: str, causes: Sequence[FieldCause]) -> ApiError:
-    """422 with every fault found."""
+    """Returns a 422 with every error found."""
     text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(map(str, causes)) + "]"
     details = details_of(name, group, kind)
     details["causes"] = [{"reason": c.reason, "message": c.message, "field": c.field} for c in causes]

@@ -1,4 +1,4 @@
-"""Says which resources are served, built in or by CRDs, and which of them a URL means."""
+"""Defines which resources are served, built in or by CRDs, and resolves URLs to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Resource:
     categories: tuple[str, ...] = ()
     singular: str = ""
     collection: str = ""
-    """Where its objects are stored. Two versions of one resource share it."""
+    """The collection of its objects. Two versions of one resource share it."""
     custom: CustomVersion | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Registry:
         return self._resources.get((group, version, plural))
 
     def replace_custom(self, group: str, plural: str, versions: list[Resource]) -> None:
-        """Serve exactly `versions` of this custom resource; none of them removes it."""
+        """Serves exactly `versions` of this custom resource; an empty list removes it."""
         kept = {
             k: r
             for k, r in self._resources.items()
@@ -98,7 +98,7 @@ class Registry:
         self._resources = kept | {(r.group, r.version, r.plural): r for r in versions}
 
     def groups(self) -> dict[str, list[str]]:
-        """The versions of each named group, in order of registration."""
+        """Returns the versions of each named group, in order of registration."""
         found: dict[str, list[str]] = {}
         for group, version, _ in self._resources:
             if group and version not in found.setdefault(group, []):
@@ -116,13 +116,13 @@ class Registry:
 class Target:
     resource: Resource
     namespace: str = ""
-    """ "" is every namespace, or none."""
+    """The namespace; "" is every namespace, or none."""
     name: str = ""
     subresource: str = ""
 
 
 def resolve(registry: Registry, path: str) -> Target:
-    """Raises ApiError 404 if nothing is served there."""
+    """Resolves a URL's path. Raises ApiError 404 if nothing is served there."""
     parts = path.strip("/").split("/")
     if parts[0] == "api" and len(parts) > 2:
         group, version, rest = "", parts[1], parts[2:]
@@ -147,7 +147,7 @@ def resolve(registry: Registry, path: str) -> Target:
 
 
 def prepare_definition(crd: Object) -> list[FieldCause]:
-    """Set in place what the server sets on a CRD. Returns what is wrong with it."""
+    """Sets in place what the server sets on a CRD. Returns what is wrong with it."""
     spec = crd.get("spec") or {}
     names = spec.get("names") or {}
     missing = [
@@ -215,7 +215,7 @@ def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:
 
 
 def established_status(crd: Object) -> Object:
-    """The status of a CRD whose resource is being served."""
+    """Returns the status of a CRD once its resource is served."""
     spec = crd["spec"]
     earlier = {c["type"]: c for c in (crd.get("status") or {}).get("conditions", [])}
     stored = next(version["name"] for version in spec["versions"] if version.get("storage"))
@@ -237,7 +237,7 @@ def established_status(crd: Object) -> Object:
 
 
 def resources_of(crd: Object) -> list[Resource]:
-    """The resources that this CRD defines, one per served version."""
+    """Returns the resources that this CRD defines, one per served version."""
     spec = crd["spec"]
     return [_resource(spec, version) for version in spec["versions"] if version.get("served")]
 

@@ -1,1 +1,1 @@
-"""Controllers do what a job needs of a control plane: scheduling, nodes, budgets, garbage."""
+"""Runs the controllers that a job needs: scheduling, nodes, budgets, garbage collection."""

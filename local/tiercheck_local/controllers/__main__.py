@@ -20,7 +20,7 @@ from tiercheck_operator.kubernetes.api_server import DISRUPTION_BUDGETS, LEASES,
 
 
 async def serve(kubeconfig: Path, grace: float) -> bool:
-    """Until it is told to stop; whether that was because whoever started it is gone."""
+    """Runs until it is stopped; returns whether that was because its parent process is gone."""
     async with Client.of(kubeconfig) as client:
         return await controlplane.run_until_told(_control(client, grace))
 
@@ -43,7 +43,7 @@ async def _control(client: Client, grace: float) -> None:
             disruption.wake()
 
         def renewed(kind: str, _: Object) -> None:
-            if kind != "MODIFIED":  # as every node does with its own all the time
+            if kind != "MODIFIED":  # as nodes renew theirs all the time
                 garbage.wake()
 
         pods = Cache(client, PODS, changed, on_sync=synced)

@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 UNREACHABLE = "node.kubernetes.io/unreachable"
 NOT_READY = "node.kubernetes.io/not-ready"
-"""The API server puts it on every new node."""
+"""The taint that the API server puts on every new node."""
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 
 # A lease's age is measured from when its last change was seen here, never from its time stamp: clocks may
 # differ. If this process itself was held up, every lease gets a new start.
 class NodeLifecycle:
-    """`grace`: seconds without renewal until a node is unreachable. `run` never ends."""
+    """Declares nodes unreachable after `grace` seconds without a lease renewal. `run` never ends."""
 
     def __init__(self, client: Client, nodes: Cache, pods: Cache, grace: float) -> None:
         self._client, self._nodes, self._pods, self._grace = client, nodes, pods, grace
@@ -109,7 +109,7 @@ class NodeLifecycle:
             node.update(changed)
 
     async def _doubt_pods(self, node: str) -> None:
-        """Nobody can say that they are still ready."""
+        """Marks the pods of an unreachable node as not ready, as nothing confirms that they still are."""
         for pod in list(self._pods.objects.values()):
             if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
                 continue
@@ -123,7 +123,7 @@ class NodeLifecycle:
             await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
     async def _evict(self, node: Object) -> None:
-        """Pods that tolerate a NoExecute taint no longer are deleted; of a node out of service by force."""
+        """Deletes pods that a NoExecute taint evicts; if out of service, also forces pending deletions."""
         taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
         if not taints:
             return
@@ -155,7 +155,7 @@ def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
 
 
 class Disruption(WokenController):
-    """To be woken after every change of a pod or a budget. minAvailable as a number only."""
+    """Updates budgets with a number as minAvailable; to be woken after every change of a pod or budget."""
 
     def __init__(self, client: Client, pods: Cache, budgets: Cache) -> None:
         super().__init__(client, [pods, budgets])
@@ -176,7 +176,7 @@ class Disruption(WokenController):
 
 
 def budget_status(budget: Object, pods: list[Object]) -> Object:
-    """What the disruption controller would write: evictions are allowed while enough Ready pods are left."""
+    """Returns a budget's status: evictions are allowed while enough Ready pods are left."""
     metadata, spec = budget["metadata"], budget.get("spec") or {}
     covered = [
         pod
@@ -203,7 +203,7 @@ _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 
 class GarbageCollector(WokenController):
-    """`dependents`: what may be collected, by kind. Watches of owners become tasks of `tasks`."""
+    """Deletes objects of `dependents`, by kind, without owner. Watches of owners become tasks of `tasks`."""
 
     def __init__(
         self, client: Client, tasks: asyncio.TaskGroup, dependents: dict[ApiResource, Cache], nodes: Cache
@@ -236,17 +236,17 @@ class GarbageCollector(WokenController):
 
     async def _lives(self, reference: Object, namespace: str | None) -> bool:
         cache = await self._owner_cache(reference)
-        if cache is None:  # a kind that the server does not know, perhaps not yet: not ours to judge
+        if cache is None:  # a kind that the server does not serve, perhaps not yet
             return True
         if not cache.synced:
-            return True  # its first list wakes us
+            return True  # its first list wakes this controller
         owner = cache.objects.get(reference["uid"])
         if owner is not None:
             waits = owner["metadata"].get("deletionTimestamp") and _FOREGROUND in owner["metadata"].get(
                 "finalizers", []
             )
             return not waits
-        # The dependent may be newer than what the owners' watch has shown: only the server knows.
+        # The dependent may be newer than what the owners' watch has shown, so the server is asked.
         found = await self._client.find(cache.resource, namespace, reference["name"])
         return found is not None and found["metadata"]["uid"] == reference["uid"]
 
@@ -272,7 +272,7 @@ class GarbageCollector(WokenController):
             self._owners[key] = None
 
     async def _finish_deletions(self) -> None:
-        """Owners deleted in the foreground go after the last dependent; orphaning ones let theirs go."""
+        """Removes foreground-deleted owners after their last dependent; orphans the dependents of others."""
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []

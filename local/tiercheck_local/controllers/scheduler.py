@@ -20,7 +20,7 @@ from tiercheck_operator.model.status import rfc3339
 Item = Mapping[str, Any]
 
 SAME_JOB = ("tiercheck.io/job", "job-name", "batch.kubernetes.io/job-name")
-"""Labels whose pods are spread over the nodes, unless the pod says itself how it wants to be spread."""
+"""Labels of pods that are spread over the nodes, unless the pod has its own spread constraints."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,17 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Nowhere:
-    """`message` is for the PodScheduled condition."""
+    """The result if no node admits the pod; `message` is for the PodScheduled condition."""
 
     message: str
 
 
 def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | Nowhere:
-    """Of the nodes that admit `pod` those that it prefers, of them the one that keeps its kind spread most
-    evenly, then the one with the fewest pods.
+    """Chooses a node for `pod`, or explains why none admits it.
 
-    `pods` are all that are bound or about to be; finished ones do not count.
+    Of the nodes that admit the pod, those with the highest affinity come first; of these, the one that
+    spreads its kind most evenly, then the one with the fewest pods. `pods` are all that are bound or about to
+    be; finished ones do not count.
     """
     present: dict[str, list[Item]] = {node["metadata"]["name"]: [] for node in nodes}
     for other in pods:
@@ -63,7 +64,7 @@ def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | N
 
 
 def refusal(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
-    """Why this node does not take the pod; empty if it does."""
+    """Returns the reasons why this node does not admit the pod; empty if it does."""
     taint = _untolerated(pod, node)
     cordon = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     if node["spec"].get("unschedulable") and toleration(pod, cordon) is None:
@@ -80,7 +81,7 @@ def refusal(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
 
 
 def _host_ports(pod: Item) -> set[int]:
-    """Ports of the node that it takes while it lives. In the node's network those are all that it names."""
+    """Returns the node's ports that the pod occupies: with hostNetwork, all that it declares."""
     spec = pod["spec"]
     lasting = [entry for entry in spec.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
     ports = [port for entry in [*lasting, *spec["containers"]] for port in entry.get("ports") or []]
@@ -89,18 +90,18 @@ def _host_ports(pod: Item) -> set[int]:
 
 
 def is_finished(pod: Item) -> bool:
-    """Its containers will not run again, so it takes no room."""
+    """Returns whether the pod's containers will not run again, so that it takes no room."""
     return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
 
 
 def ready_status(item: Item) -> str:
-    """Of a node or a pod: True, False or Unknown."""
+    """Returns the Ready condition's status of a node or a pod: True, False or Unknown."""
     conditions = (item.get("status") or {}).get("conditions") or []
     return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")
 
 
 def requests(pod: Item) -> dict[str, Decimal]:
-    """What the pod asks for: main containers and sidecars together, or the largest init container if more."""
+    """Returns the pod's requests: main containers and sidecars, or the largest init container if more."""
     running: dict[str, Decimal] = {}
     peak: dict[str, Decimal] = {}
     spec = pod["spec"]
@@ -151,7 +152,7 @@ def _untolerated(pod: Item, node: Item) -> Item | None:
 
 
 def toleration(pod: Item, taint: Item) -> Item | None:
-    """The pod's toleration of this taint; the one that lasts longest if there are several."""
+    """Returns the pod's toleration of this taint; the one that lasts longest if there are several."""
 
     def matches(entry: Item) -> bool:
         if entry.get("effect") and entry["effect"] != taint["effect"]:
@@ -180,7 +181,7 @@ def _selected(pod: Item, node: Item) -> bool:
 
 
 def _liking(pod: Item, node: Item) -> int:
-    """Weight of the pod's preferred node affinity that holds for this node."""
+    """Returns the weight of the pod's preferred node affinity that holds for this node."""
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     return sum(
         int(entry["weight"])
@@ -199,8 +200,7 @@ def _term_holds(term: Item, node: Item) -> bool:
 
 
 def _crowd(pod: Item, node: Item, nodes: Sequence[Item], present: Mapping[str, list[Item]]) -> list[int]:
-    """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has
-    already.
+    """Counts the matching pods in the node's domain per topologySpreadConstraint, in order.
 
     Pods that are being deleted do not count, as in the real scheduler.
     """
@@ -240,13 +240,13 @@ NAME = "default-scheduler"
 
 
 class Scheduler(WokenController):
-    """To be woken after every change."""
+    """Binds pods to nodes; to be woken after every change."""
 
     def __init__(self, client: Client, pods: Cache, nodes: Cache) -> None:
         super().__init__(client, [pods, nodes])
         self._pods, self._nodes = pods, nodes
         self._assumed: dict[str, str] = {}
-        """Bound by us, not yet seen so: counted, or two pods would take the last place."""
+        """The nodes of pods bound here but not yet seen so; else two pods could take the last place."""
 
     async def work(self) -> None:
         known = self._pods.objects

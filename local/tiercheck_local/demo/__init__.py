@@ -1,4 +1,4 @@
-"""The demonstration: one job, every size of failure, the same loss curve.
+"""Demonstrates one job under failures of every size, with the same loss curve.
 
-`scenario.py` tells the story top-down; everything else here is what it needs to be told.
+`job.py` has the story, which `__main__.py` runs; `record.py` and `report.py` record and show it.
 """

@@ -1,4 +1,4 @@
-"""Runs the demo: a job on one machine, hit by six failures, twice, beside a run that was not.
+"""Runs the demo: a job on one machine, hit by six failures, twice, and a run without failures.
 
 `make demo`
 """
@@ -57,7 +57,7 @@ OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the run is bitwise the reference and no resume differs, else 1; 130 after Ctrl-C."""
+    """Returns 0 if each run bitwise equals the reference and no resume differs, else 1; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards, until Ctrl-C")
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder for the report")

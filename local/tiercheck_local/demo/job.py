@@ -1,4 +1,4 @@
-"""The demo's job, the store behind it, and its story: train, be hit six times, come back, compare."""
+"""Defines the demo's job, its object store, and its story: train, fail six times, recover, compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REGION = "us-east-1"
 
 
 class ObjectStore:
-    """`with ObjectStore(log, bucket) as store:` runs the server; `store.endpoint` is its URL."""
+    """A local S3 server that runs within a `with` block; `endpoint` is its URL."""
 
     def __init__(self, log: Path, bucket: str) -> None:
         self.bucket = bucket
@@ -58,7 +58,7 @@ class ObjectStore:
             controlplane.stop_child(self._process)
 
     def client(self) -> Any:
-        """A boto3 client of this server."""
+        """Returns a boto3 client of this server."""
         import boto3
 
         return boto3.client(
@@ -82,7 +82,7 @@ REMOTE_EVERY = 20
 
 
 def credentials() -> dict[str, Any]:
-    """The Secret that lets the sidecars write to the bucket."""
+    """Returns the Secret that lets the sidecars write to the bucket."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -93,13 +93,13 @@ def credentials() -> dict[str, Any]:
 
 
 def in_bucket(bucket: str, endpoint: str, prefix: str) -> dict[str, Any]:
-    """`spec.tiers.remote.s3` of a job, for a store with those credentials."""
+    """Returns `spec.tiers.remote.s3` of a job, for a store with those credentials."""
     place = {"bucket": bucket, "prefix": prefix, "region": REGION, "endpoint": endpoint}
     return {**place, "credentialsSecretName": CREDENTIALS}
 
 
 def job_manifest(name: str, workers: int, pod: Object, tiers: Object, **spec: Any) -> Object:
-    """A TierCheckJob whose workers have the pod spec `pod`."""
+    """Returns a TierCheckJob that gives its workers the pod spec `pod`."""
     return {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,
@@ -110,7 +110,7 @@ def job_manifest(name: str, workers: int, pod: Object, tiers: Object, **spec: An
 
 @dataclass(frozen=True)
 class Play:
-    """The story, told once: the job's name, and `spec.recovery.inProcess`."""
+    """One run of the story: the job's name, a title, and `spec.recovery.inProcess`."""
 
     name: str
     title: str
@@ -124,7 +124,7 @@ PLAYS = (
 
 
 def job(play: Play, command: list[str], endpoint: str, bucket: str) -> Object:
-    """The TierCheckJob: four workers, a delta of every step, one copy in another rack, S3 behind them."""
+    """Returns the TierCheckJob: four workers, a delta of every step, a copy in another rack, and S3."""
     container = {"name": "trainer", "image": "example-trainer", "command": command}
     s3 = in_bucket(bucket, endpoint, play.name)
     tiers = {
@@ -151,16 +151,16 @@ def job(play: Play, command: list[str], endpoint: str, bucket: str) -> Object:
 
 @dataclass(frozen=True)
 class Failure:
-    """One act of the story."""
+    """One failure of the story."""
 
     name: str
     fault: str
-    """As `tiercheck_local.stage.FAULTS` has it."""
+    """A key of `tiercheck_local.stage.FAULTS`."""
     worker: int
     needs_remote: bool = False
-    """Wait for a complete remote version first: nothing else will be left."""
+    """True to wait for a complete remote version first, as nothing else will be left."""
     asks_for_parity: bool = False
-    """The job is changed before; that takes effect with the recovery."""
+    """True to request parity before; that takes effect with the recovery."""
 
 
 FAILURES = (
@@ -171,7 +171,7 @@ FAILURES = (
     Failure("all", "delete every pod", 0, needs_remote=True, asks_for_parity=True),
     Failure("node, parity", "node", 1),
 )
-"""The acts, in order of size; the last one under parity, which replaced copies when everything was lost."""
+"""The failures, by size; the last one under parity, which replaced copies when all pods were lost."""
 
 
 PRINT_EVERY = 15.0
@@ -179,7 +179,7 @@ PRINT_EVERY = 15.0
 
 
 class Live:
-    """`with Live(...) as live:` redraws on a terminal, and prints a line now and then elsewhere (CI)."""
+    """A progress display within a `with` block: redraws a terminal, or prints lines elsewhere (CI)."""
 
     def __init__(self, console: Console, steps: int, log: TrainingLog) -> None:
         self._console = console
@@ -208,7 +208,7 @@ class Live:
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     def follow(self, status: Mapping[str, Any]) -> None:
-        """Show where the job is now."""
+        """Shows the current state of the job."""
         last = self._log.last
         state = describe(status, last.step if last else 0, last.loss if last else None)
         self._progress.update(self._task, completed=last.step if last else 0, state=state)
@@ -217,14 +217,14 @@ class Live:
             self._console.print(f"  {state}", highlight=False, soft_wrap=True)
 
     def count(self, description: str, step: int) -> None:
-        """Show a plain count (the reference run)."""
+        """Shows a plain count (the reference run)."""
         self._progress.update(
             self._task, description=description, completed=step, state=f"step {step}/{self._steps}"
         )
 
 
 def describe(status: Mapping[str, Any], step: int, loss: float | None) -> str:
-    """The job in one line: phase, step, loss, and what is safe where."""
+    """Returns the job in one line: phase, step, loss, and the step that is safe in each tier."""
     tiers = status.get("tiers") or {}
     safe = " ".join(
         f"{tier}:{tiers[tier]['step']}"
@@ -240,12 +240,12 @@ def describe(status: Mapping[str, Any], step: int, loss: float | None) -> str:
 
 
 _PATIENCE = 90.0
-"""Seconds before one wait is given up."""
+"""Seconds after which one wait fails."""
 
 
 @dataclass
 class Story:
-    """Everything the acts need."""
+    """Plays the failures on one job and records its recoveries."""
 
     stage: LaptopStage
     log: TrainingLog
@@ -254,12 +254,12 @@ class Story:
 
     def __post_init__(self) -> None:
         self._under_way: dict[int, dict[str, Any]] = {}
-        """By attempt, all that the status said of a recovery while it was under way."""
+        """The fields that the status had of each recovery while it was under way, by attempt."""
         self.ended: dict[int, Mapping[str, Any]] = {}
-        """The recoveries that have ended, by attempt, as the status had each of them last."""
+        """The recoveries that have ended, by attempt, as the status last had them."""
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-        """Look at the job until `condition` of its status holds. Raises GaveUp."""
+        """Polls the job until `condition` of its status holds. Raises GaveUp."""
 
         def look(status: Mapping[str, Any]) -> bool:
             under_way, ended = status.get("recovery") or {}, status.get("lastRecovery")
@@ -276,7 +276,7 @@ class Story:
         return self.stage.wait(what, look, _PATIENCE)
 
     def play(self, failure: Failure, at_step: int) -> FaultRecord:
-        """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
+        """Waits for `at_step`, injects the failure, and follows the job until it trains again."""
         status = self.wait_for(
             f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
         )
@@ -298,7 +298,7 @@ class Story:
         return record
 
     def finish(self) -> Mapping[str, Any]:
-        """Wait for the job to complete, and for rank 0's last words."""
+        """Waits for the job to complete, and for rank 0's digest."""
         return self.wait_for(
             "the job to complete",
             lambda status: condition_is(status, "Completed") and self.log.digest is not None,
@@ -306,7 +306,7 @@ class Story:
 
     @property
     def step(self) -> int:
-        """The newest step rank 0 has printed."""
+        """Returns the newest step that rank 0 has printed."""
         return self.log.last.step if self.log.last else 0
 
     def _ready_for(self, failure: Failure, at_step: int, status: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Records what a run went through: what rank 0 printed, its failures, and a run that nothing hit.
+"""Records a run (rank 0's output and the failures), and a run without failures.
 
-The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
-of the way, but not lost: they stay in the log files.
+The training script prints one JSON object per step. Other lines (warnings, tracebacks) are skipped, but stay
+in the log files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Digest:
 
 
 def parse(line: str) -> Step | Digest | None:
-    """What a line of the training command's output says; None if it is not ours."""
+    """Parses a line of the training command's output; returns None for other lines."""
     if not line.startswith("{"):
         return None
     try:
@@ -78,7 +78,7 @@ class TrainingLog:
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def poll(self) -> list[Step]:
-        """Read new lines; returns the new steps."""
+        """Reads new lines; returns the new steps."""
         fresh: list[Step] = []
         for path in sorted(self.files.glob(self.pattern)):
             for line in self._new_lines(path):
@@ -108,8 +108,10 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """`equal` only if every step was trained, every loss ever printed for a step (steps trained again
-    included) has the reference's bits, and the final parameters have the same digest."""
+    """The result of comparing a run with the reference.
+
+    `equal` only if every step was trained, every loss ever printed for a step (steps trained again included)
+    has the reference's bits, and the final parameters have the same digest."""
 
     equal: bool
     sentence: str
@@ -118,7 +120,7 @@ class RunVerdict:
 def compare(
     run: Sequence[Step], run_digest: Digest | None, reference: Sequence[Step], wanted: Digest | None
 ) -> RunVerdict:
-    """The verdict on `run`. Missing evidence is never equality."""
+    """Returns the verdict on `run`. Missing evidence is never equality."""
     expected = {step.step: step.loss_hex for step in reference}
     seen = {step.step for step in run}
     if not expected or wanted is None:
@@ -153,7 +155,7 @@ def compare(
 def run_uninterrupted(
     command: Sequence[str], ranks: int, deadline: float, on_step: Callable[[Step], None] = lambda step: None
 ) -> tuple[list[Step], Digest | None]:
-    """All steps and the final digest of `command` on `ranks` processes.
+    """Returns all steps and the final digest of `command` on `ranks` processes.
 
     `deadline` is in seconds. Raises GaveUp with the end of the output of a rank that failed.
     """
@@ -165,7 +167,7 @@ def run_uninterrupted(
             for rank in range(ranks):
                 directory = logs / f"rank-{rank}"
                 directory.mkdir()
-                # In a folder of its own: whatever the command saves is found by nobody.
+                # A folder of its own: no other process finds what the command saves.
                 environment = _environment(rank, ranks, port)
                 processes.append(
                     controlplane.start_child(command, directory / "out.log", environment, folder=directory)
@@ -222,55 +224,55 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """One failure and the way back from it. Times are Unix seconds."""
+    """One failure and the recovery from it. Times are Unix seconds."""
 
     name: str
     """One or two words: process, pod, node, rack, all pods."""
     what: str
-    """A sentence for people: "a node dies"."""
+    """A sentence for users: "a node dies"."""
     target: str
-    """What was hit."""
+    """A description of what was hit."""
     injected_at: float
     detected_at: float
     restored_at: float
-    """When every rank held the version that was decided on."""
+    """The time when every rank held the version that was chosen."""
     resumed_at: float
-    """When the first step of the new attempt ended."""
+    """The time when the first step of the new attempt ended."""
     attempt: int
     """The attempt that this recovery led to."""
     restarted: int
-    """How many processes were started anew."""
+    """The number of processes that were started anew."""
     restored_step: int
     lost_steps: int
     tiers: Mapping[str, int]
-    """How many ranks came back from "local", "peer", "parity" (rebuilt from what peers hold) and "remote"."""
+    """The number of ranks restored from "local", "peer", "parity" (rebuilt from peers) and "remote"."""
     rank_sources: Sequence[str] = ()
-    """For each rank, in order, where it came back from: "own memory", "worker 2 (rack b)", "S3"."""
+    """The source of each rank, in order: "own memory", "worker 2 (rack b)", "S3"."""
     reason: str = ""
-    """Why this version was chosen, as the controller said it."""
+    """The controller's reason for choosing this version."""
     cause: str = ""
     exact: str = ""
-    """What the comparison of the steps trained again found, as in status.lastRecovery; empty: not known."""
+    """The result of comparing the steps trained again, as in status.lastRecovery; empty: not known."""
     exact_message: str = ""
 
     @property
     def detect_seconds(self) -> float:
-        """From the fault until the controller noticed it; never negative, though two clocks are compared."""
+        """Returns the time from fault to detection; never negative, though two clocks are compared."""
         return max(0.0, self.detected_at - self.injected_at)
 
     @property
     def restore_seconds(self) -> float:
-        """From then until every rank held the version."""
+        """Returns the time from the detection until every rank held the version."""
         return max(0.0, self.restored_at - max(self.detected_at, self.injected_at))
 
     @property
     def start_seconds(self) -> float:
-        """From then until the first new step: starting processes, rendezvous, loading, one step."""
+        """Returns the time from then to the first new step: process start, rendezvous, loading, one step."""
         return max(0.0, self.resumed_at - max(self.restored_at, self.detected_at, self.injected_at))
 
     @property
     def total_seconds(self) -> float:
-        """The sum of the three: from the fault until the first new step."""
+        """Returns the sum of the three: the time from the fault to the first new step."""
         return self.detect_seconds + self.restore_seconds + self.start_seconds
 
 
@@ -280,16 +282,16 @@ class RunRecord:
 
     title: str
     machine: str
-    """What it ran on, in words."""
+    """A description of the machine."""
     started: float
     """Unix seconds."""
     ended: float
     nodes: Mapping[str, str]
     """Node name to rack name."""
     steps: Sequence[Step]
-    """In the order in which they were trained."""
+    """The steps in the order in which they were trained."""
     faults: Sequence[FaultRecord]
-    """In the order in which they were injected."""
+    """The failures in the order in which they were injected."""
     reference: Sequence[Step]
     digest: Digest | None
     reference_digest: Digest | None
@@ -297,13 +299,13 @@ class RunRecord:
 
 
 def count_tiers(ranks: Mapping[int, RankRestore]) -> dict[str, int]:
-    """How many ranks came back from where."""
+    """Returns the number of ranks per tier that they were restored from."""
     known = [rank for rank in ranks.values() if rank.rebuilt or rank.tier is not None]
     return dict(Counter("parity" if rank.rebuilt else str(rank.tier and rank.tier.value) for rank in known))
 
 
 def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:
-    """Where one rank came back from, in words. `racks` is the rack of each worker after the recovery."""
+    """Describes where one rank was restored from. `racks`: the rack of each worker after the recovery."""
     if restore.rebuilt:
         return "parity"
     if restore.tier is Tier.LOCAL:

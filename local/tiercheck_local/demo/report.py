@@ -1,4 +1,4 @@
-"""Shows what a run went through: a table for the terminal, and a page with the table and one figure.
+"""Shows the record of a run: a table for the terminal, and a page with the table and one figure.
 
 The page loads nothing from anywhere, so it can be mailed and archived.
 """
@@ -28,7 +28,7 @@ HEADINGS = (
     "Total",
 )  # fmt: skip
 _TIERS = ("local", "peer", "parity", "remote")
-"""Nearest first. Parity lies in the peer tier."""
+"""The tiers, nearest first. Parity is part of the peer tier."""
 _FAULT, _RUN, _REFERENCE, _AGAIN = "#D55E00", "#1c1f23", "#bfbfbf", "#f8e7c0"
 
 _STYLE = """
@@ -64,7 +64,7 @@ _GUIDE = {
 
 
 def write_report(records: Sequence[RunRecord], folder: Path) -> Path:
-    """Writes run.json and index.html into `folder` (made if need be); the page's path. Raises OSError."""
+    """Writes run.json and index.html to `folder`, made if missing; returns the latter. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = [dataclasses.asdict(record) for record in records]
     (folder / "run.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -73,7 +73,7 @@ def write_report(records: Sequence[RunRecord], folder: Path) -> Path:
 
 
 def rows(faults: Sequence[FaultRecord]) -> list[tuple[str, ...]]:
-    """The cells of each fault, as HEADINGS has them."""
+    """Returns the cells of each fault, in the order of HEADINGS."""
     return [
         (
             str(number),
@@ -90,7 +90,7 @@ def rows(faults: Sequence[FaultRecord]) -> list[tuple[str, ...]]:
 
 
 def faults_table(record: RunRecord) -> Table:
-    """What failed, where the ranks came back from, and what it cost."""
+    """Returns a table of what failed, where the ranks were restored from, and what it cost."""
     # Text, not markup: a name in square brackets must be shown, not interpreted.
     lines = [[Text(cell) for cell in row] for row in rows(record.faults)]
     table = Table(
@@ -113,13 +113,13 @@ def faults_table(record: RunRecord) -> Table:
 
 
 def verdict_line(record: RunRecord) -> Text:
-    """The verdict on one line, green or red."""
+    """Returns the verdict on one line, green or red."""
     mark, style = ("EQUAL", "bold green") if record.verdict.equal else ("DIFFERENT", "bold red")
     return Text.assemble((mark, style), "  ", record.verdict.sentence)
 
 
 def page(records: Sequence[RunRecord]) -> str:
-    """The whole page. Every value from the records is escaped."""
+    """Returns the whole page. Every value from the records is escaped."""
     first = records[0]
     equal = "Bitwise equal" if all(record.verdict.equal for record in records) else "Not equal"
     title = f"TierCheck demo: one job, {plural(len(first.faults), 'failure')}"
@@ -141,7 +141,7 @@ def page(records: Sequence[RunRecord]) -> str:
 
 
 def _section(record: RunRecord) -> str:
-    """One run: what failed, the figure, the digests."""
+    """Returns the section of one run: what failed, the figure, the digests."""
     verdict, kind = ("Bitwise equal", "") if record.verdict.equal else ("Not equal", " bad")
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in HEADINGS)
     names = [heading.replace("\n", " ") for heading in HEADINGS]
@@ -171,7 +171,7 @@ def _html(text: str) -> str:
 
 
 def figure(record: RunRecord) -> str:
-    """The figure, as an SVG element: the loss with the faults on it above, each recovery's parts below."""
+    """Returns the figure as SVG: the loss with the faults on it above, each recovery's parts below."""
     below = 0.8 + 0.5 * len(record.faults)
     with new_figure(10.0, 4.0 + below) as drawn:
         loss, recoveries = drawn.subplots(2, 1, height_ratios=(4.0, below))
@@ -181,7 +181,7 @@ def figure(record: RunRecord) -> str:
 
 
 def _draw_loss(axes: Any, record: RunRecord) -> None:
-    """The run's attempts as thin lines on the wide pale one of the uninterrupted run."""
+    """Draws the run's attempts as thin lines on the wide pale one of the uninterrupted run."""
     reference = sorted((step.step, step.loss) for step in record.reference)
     axes.plot(*_columns(reference), color=_REFERENCE, linewidth=6, label="uninterrupted run")
     attempts: dict[int, list[tuple[int, float]]] = {}
@@ -226,5 +226,5 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def count_ranks(tiers: Mapping[str, int]) -> str:
-    """How many ranks came back from where, nearest first: "3 local, 1 peer"."""
+    """Returns how many ranks came back from where, nearest first: "3 local, 1 peer"."""
     return ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS if tiers.get(tier)) or "from scratch"

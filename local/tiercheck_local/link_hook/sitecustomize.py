@@ -1,10 +1,10 @@
-"""Makes a Python process lose the links that a fault has cut: silence, without any privilege.
+"""Silences the links of a Python process that a fault has cut, without any privilege.
 
-Python imports this by itself where the folder is on PYTHONPATH. A file names pairs of addresses. Connections
+Python imports this module if its folder is on PYTHONPATH. A file names pairs of addresses. Connections
 between the two are replaced, descriptor by descriptor, by sockets on which nothing ever happens (that reaches
 C++ code as well), and new ones are sent to a listener that never answers. The other end sees no end of the
-connection either. When a link is mended, what was cut stays dead until its owner gives it up; new connections
-work at once.
+connection either. When a link is restored, what was cut stays dead until its owner gives it up; new
+connections work at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import threading
 import time
 
 tiercheck_warm = True
-"""For the launcher: what runs here reads nothing that an attempt sets."""
+"""A marker for the launcher: nothing that runs here reads what an attempt sets."""
 CUTS = "TIERCHECK_LOCAL_CUTS"
 _LOOK_EVERY = 0.2
 _LOOPBACK = "127.0.0.1"
-"""Where connections to another loopback address start that were not bound to one."""
+"""The source address of connections to another loopback address that were not bound to one."""
 
 
 class _Links:
-    """What is cut, and what is held in place of it."""
+    """The cut links, and the sockets that are held in place of them."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -76,7 +76,7 @@ class _Links:
                         socket.SOL_SOCKET, option, found.getsockopt(socket.SOL_SOCKET, option, 16)
                     )
                 fcntl.fcntl(hole, fcntl.F_SETFL, fcntl.fcntl(found, fcntl.F_GETFL))
-                self._kept.append(os.dup(number))  # the other end must not see an end
+                self._kept.append(os.dup(number))  # the other end must not see the connection end
                 os.dup2(hole.fileno(), number, inheritable=False)
                 hole.close()
 
@@ -92,7 +92,7 @@ class _Links:
         return frozenset((one, other)) in self.pairs
 
     def nowhere(self) -> tuple[str, int]:
-        """The address of a listener whose queue is full: the kernel drops what asks for a connection."""
+        """Returns the address of a listener with a full queue: the kernel drops requests for a connection."""
         if not self._deaf:
             listener = socket.socket()
             listener.bind((_LOOPBACK, 0))
@@ -127,7 +127,7 @@ def _install(path: str) -> None:
 
 
 def _run_the_next_one() -> None:
-    """There may be another module of this name that the interpreter would have taken."""
+    """Runs the other module of this name that the interpreter would have imported, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [path for path in sys.path if os.path.abspath(path) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)

@@ -1,4 +1,4 @@
-"""Registers one node, and turns what the API server says about its pods into processes.
+"""Registers one node, and runs the pods that the API server has for it as processes.
 
 `python -m tiercheck_local.node.agent SETTINGS`
 """
@@ -33,7 +33,7 @@ _LEASE_SECONDS = 0.5
 
 
 def allocatable(settings: Settings) -> dict[str, str]:
-    """Generous where the laptop cannot measure: the pods share the machine anyway."""
+    """Returns the node's resources, generous where unmeasured: the pods share the machine anyway."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
     defaults = {
         "cpu": "64",
@@ -45,7 +45,7 @@ def allocatable(settings: Settings) -> dict[str, str]:
 
 
 def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
-    """The Node as a kubelet would register it."""
+    """Returns the Node as a kubelet would register it."""
     labels = {
         "kubernetes.io/hostname": settings.name,
         "kubernetes.io/os": "linux",
@@ -97,7 +97,7 @@ def ready_condition() -> dict[str, str]:
 
 
 class Registration(WokenController):
-    """Keeps Node and Lease. `run` never ends by itself."""
+    """Keeps the Node and Lease objects up to date. `run` never ends by itself."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         named = f"metadata.name={settings.name}"
@@ -113,7 +113,7 @@ class Registration(WokenController):
             group.create_task(self._keep_lease())
 
     async def work(self) -> None:
-        """The life-cycle controller may have called this node unknown while its agent was stopped."""
+        """Registers the node, again if it was declared Unknown while its agent was stopped."""
         if any(ready_status(node) == "True" for node in self._nodes.objects.values()):
             return
         wanted = node_object(self._settings, self._boot_id)
@@ -158,11 +158,11 @@ Object = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 LOSE_EVERY_POD = signal.SIGUSR1
-"""Sent to an agent: all its pods die at once, with their memory, and are reported as failed."""
+"""The signal on which an agent kills all its pods, with their memory, and reports them as failed."""
 
 
 class Agent:
-    """Runs until it is told to stop or whoever started it is gone; then nothing of it is left."""
+    """Runs a node until it is stopped or its parent process is gone; then nothing of it is left."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client, self._settings = client, settings
@@ -180,7 +180,7 @@ class Agent:
             self._clear_node()
 
     def _clear_node(self) -> None:
-        """A node that (re)starts or stops has no processes and no memory."""
+        """Removes processes and memory: a node that (re)starts or stops has none."""
         markers.kill(markers.POD, markers.place(self._settings.cluster, self._settings.name))
         self._settings.roots.remove_all()
 
@@ -227,7 +227,7 @@ class Agent:
             pod.lose("PodLost", "every process of the pod was killed and its memory is gone")
 
     def _free_addresses(self) -> Iterator[str]:
-        """Round robin: what still talks to a dead pod's address shall not reach the next pod."""
+        """Yields free addresses in round robin: clients of a dead pod must not reach the next one."""
         for last in itertools.cycle(range(2, 255)):
             address = f"{self._settings.address_prefix}.{last}"
             if all(pod.ip != address for pod in self._pods.values()):
@@ -235,12 +235,12 @@ class Agent:
 
 
 def _micro_time() -> str:
-    """Now, as metav1.MicroTime."""
+    """Returns the current time as metav1.MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _grace_left(manifest: Object) -> float:
-    """Seconds until the deletion's deadline; the API server has added the grace period to the time stamp."""
+    """Returns the seconds until the deletion's deadline; its time stamp includes the grace period."""
     metadata = manifest["metadata"]
     if not metadata.get("deletionGracePeriodSeconds"):
         return 0.0

@@ -1,4 +1,4 @@
-"""One container of a pod: its processes, its probes, and the state that is reported about it."""
+"""Runs one container of a pod: its processes, its probes, and the state that is reported about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiercheck_local import markers
 from tiercheck_local.node.process import BackOff, CannotStart, HostProcess, go_duration
 from tiercheck_operator.model.status import rfc3339
 
-# Until its first success a probe asks every 0.2 s instead of every `periodSeconds`, so that a pod is ready as
+# Until its first success a probe runs every 0.2 s instead of every `periodSeconds`, so that a pod is ready as
 # soon as it can be; the time until a failing probe gives up is not shortened by that.
 Probe = Mapping[str, Any]
 Exec = Callable[[list[str]], Awaitable[bool]]
@@ -37,8 +37,9 @@ async def watch_probe(
     report: Callable[[bool], None],
     once: bool = False,
 ) -> None:
-    """Probe for ever (with `once`: until the first verdict) and report every verdict: threshold successes or
-    failures in a row."""
+    """Probes for ever (with `once`: until the first verdict) and reports every verdict.
+
+    A verdict is a threshold of successes or failures in a row."""
     period = float(probe.get("periodSeconds") or 10)
     needed, allowed = int(probe.get("successThreshold") or 1), int(probe.get("failureThreshold") or 3)
     await asyncio.sleep(float(probe.get("initialDelaySeconds") or 0))
@@ -65,7 +66,7 @@ async def watch_probe(
 
 
 async def ask_probe(probe: Probe, host: str, ports: Mapping[str, int], run: Exec) -> bool:
-    """One question, at most `timeoutSeconds` long."""
+    """Returns the result of one probe of at most `timeoutSeconds`."""
     timeout = float(probe.get("timeoutSeconds") or 1)
     try:
         async with asyncio.timeout(timeout):
@@ -110,10 +111,10 @@ NO_IMAGE = "no-such-image"
 """An image with this in its name cannot be pulled."""
 
 HOLD = "hold-"
-"""Prefix, before a container's name, of the file that holds back the processes of all of that name."""
+"""The prefix, before a container's name, of the file that holds back processes of such containers."""
 
 OUT_OF_MEMORY = ".oom-killed"
-"""Suffix, in place of the log's, of the file that says that the kernel ends it for want of memory."""
+"""The suffix, in place of the log's, of the file that marks a container as killed for lack of memory."""
 
 
 class ContainerKind(Enum):
@@ -124,7 +125,7 @@ class ContainerKind(Enum):
 
 @dataclass(frozen=True)
 class ContainerRecipe:
-    """What is needed to start it: resolved, expanded, translated."""
+    """The resolved, expanded and translated inputs for starting a container."""
 
     argv: list[str]
     env: dict[str, str]
@@ -132,15 +133,15 @@ class ContainerRecipe:
     log: Path
     termination_message: Path
     out_of_memory: Path
-    """Made by whoever plays the kernel's OOM killer, before it kills."""
+    """A file that is made just before a simulated OOM kill."""
     hold: Path
-    """While it exists, the container runs and its process does not: as where everything takes its time."""
+    """A file; while it exists, the container runs without its process, as on a very slow node."""
     translate: Callable[[str], str]
-    """For commands that are run in the container later: probes."""
+    """The path translation for commands that are run in the container later: probes."""
 
 
 class Container:
-    """`changed` is called after every change of state. `pod`: what the kubelet calls its pod in messages."""
+    """A container. `changed` is called after every change of state; `pod` is the pod's name in messages."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class Container:
         self.last_state: dict[str, Any] = {}
         self.restarts = 0
         self.finished = False
-        """It has ended and will not be started again."""
+        """True once it has ended and will not be started again."""
         self.started = asyncio.Event()
         self.probed_ready = False
         self._pod_ip, self._changed = pod_ip, changed
@@ -196,12 +197,12 @@ class Container:
         return self.state["terminated"]["exitCode"] if "terminated" in self.state else None
 
     def wait_with(self, reason: str, message: str = "") -> None:
-        """Show why it does not run."""
+        """Reports why the container does not run."""
         self.state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         self._changed()
 
     async def run(self, recipe: ContainerRecipe, policy: str) -> int:
-        """Start it and restart it as `policy` (Always, OnFailure, Never) says; the last exit code.
+        """Starts it, restarts it by `policy` (Always, OnFailure, Never), and returns the last exit code.
 
         Cancelling leaves a running process alone: `stop` ends it.
         """
@@ -221,7 +222,7 @@ class Container:
             self.restarts += 1
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, SIGKILL after `grace` seconds; never restarted."""
+        """Sends SIGTERM, then SIGKILL after `grace` seconds; prevents restarts."""
         self._stopping = True
         if self._process is not None and not self._process.exited.done():
             await self._pre_stop(grace)
@@ -230,7 +231,7 @@ class Container:
         self._changed()
 
     def lose(self, reason: str) -> None:
-        """Its process is dead already, and will not be started again."""
+        """Marks the container as ended: its process is dead already, and will not be started again."""
         self._stopping = self.finished = True
         if "terminated" not in self.state:
             started = self.state.get("running", {}).get("startedAt")

@@ -1,4 +1,4 @@
-"""Makes what a container finds: environment, command line and volumes, as a kubelet does."""
+"""Prepares a container's environment, command line and volumes, as a kubelet does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BadReference(ValueError):
 
 @dataclass(frozen=True)
 class PodFacts:
-    """What the downward API knows beyond the pod's manifest."""
+    """A pod's manifest, and what the downward API provides beyond it."""
 
     pod: Object
     node: str
@@ -37,7 +37,7 @@ class PodFacts:
 
 
 def environment(container: Object, facts: PodFacts, lookup: Lookup) -> dict[str, str]:
-    """The variables that the manifest asks for. Raises BadReference."""
+    """Returns the variables that the manifest asks for. Raises BadReference."""
     result: dict[str, str] = {}
     for source in container.get("envFrom") or []:
         for kind, key in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
@@ -55,7 +55,7 @@ def environment(container: Object, facts: PodFacts, lookup: Lookup) -> dict[str,
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` where NAME is known; `$$` is a literal `$`."""
+    """Replaces `$(NAME)` where NAME is known; `$$` is a literal `$`."""
 
     def replace(match: re.Match[str]) -> str:
         if match.group(0) == "$$":
@@ -66,7 +66,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Command and arguments. No image is looked at, so its entry point is unknown. Raises BadReference."""
+    """Returns command and arguments. Images are not read, so a command is required. Raises BadReference."""
     words: Sequence[str] = [*(container.get("command") or []), *(container.get("args") or [])]
     if not container.get("command"):
         raise BadReference("the laptop cluster does not look into images: the container needs a command")
@@ -96,7 +96,7 @@ def _value_from(source: Object, container: Object, facts: PodFacts, lookup: Look
 
 
 def field(path: str, facts: PodFacts) -> str:
-    """A field of the downward API. Raises BadReference."""
+    """Returns a field of the downward API. Raises BadReference."""
     metadata, spec = facts.pod["metadata"], facts.pod["spec"]
     keyed = re.match(r"^metadata\.(labels|annotations)\['([^']+)'\]$", path)
     if keyed:
@@ -137,7 +137,7 @@ _COLLECTIONS = {"Secret": SECRETS, "ConfigMap": CONFIG_MAPS}
 
 
 def _names(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of everything that the pod's spec refers to."""
+    """Yields (kind, name) of every Secret and ConfigMap that the pod's spec refers to."""
     if isinstance(value, list):
         for item in value:
             yield from _names(item)
@@ -152,7 +152,7 @@ def _names(value: Any) -> Iterator[tuple[str, str]]:
 
 
 async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
-    """A lookup over what exists now."""
+    """Returns a lookup over what exists now."""
     known: dict[tuple[str, str], dict[str, bytes]] = {}
     for kind, name in set(_names(pod["spec"])):
         found = await client.find(_COLLECTIONS[kind], pod["metadata"]["namespace"], name) if name else None
@@ -168,7 +168,7 @@ async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
 # Memory volumes are folders in shared memory, others lie under a short path: a Unix socket's path has 107
 # bytes at most. Sizes are not enforced; `sizeLimit` is for the reader.
 class PathTranslation:
-    """Call it with a text; it returns the text as the host process must see it.
+    """Translates a text into the form that the host process must see.
 
     In environment values, command and arguments, every occurrence of a mount path of the container, alone or
     as the beginning of a longer path, is replaced. It must begin a path (start of the text, or after a
@@ -195,24 +195,25 @@ class PathTranslation:
 
 
 _NODE_MEMORY = ("/dev/shm", "/run")
-"""Where a Linux node has a tmpfs."""
+"""The folders that are a tmpfs on a Linux node."""
 
 
 @dataclass(frozen=True)
 class Roots:
-    """Where a node keeps its pods' folders. `claims` is shared by the nodes of a cluster."""
+    """The folders in which a node keeps its pods' files. `claims` is shared by the nodes of a cluster."""
 
     memory: Path
     scratch: Path
     claims: Path
 
     def of_pod(self, uid: str) -> tuple[Path, Path]:
-        """Memory and scratch folder of one pod."""
+        """Returns the memory and the scratch folder of one pod."""
         return self.memory / uid[:13], self.scratch / uid[:13]
 
     def on_node(self, path: Path) -> Path:
-        """Where a hostPath lies. The nodes share this machine's disk, but each has a memory of its own, gone
-        when it is killed."""
+        """Returns the host path of a hostPath.
+
+        The nodes share this machine's disk, but each has a memory of its own, gone when it is killed."""
         in_memory = any(path.is_relative_to(place) for place in _NODE_MEMORY)
         if not in_memory or path.is_relative_to(tempfile.gettempdir()):
             return path
@@ -228,7 +229,7 @@ class Roots:
 
 
 def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
-    """Make every volume of the pod; name to folder (a hostPath: file). Idempotent. Raises BadReference."""
+    """Makes the pod's volumes; returns their paths by name. Idempotent. Raises BadReference."""
     return {
         volume["name"]: _prepare(volume, facts, roots, lookup)
         for volume in facts.pod["spec"].get("volumes") or []
@@ -236,7 +237,7 @@ def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
 
 
 def mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str, str]:
-    """Mount path to host path. Raises BadReference for a mount without volume."""
+    """Returns host paths by mount path. Raises BadReference for a mount without volume."""
     result = {}
     for mount in container.get("volumeMounts") or []:
         if mount["name"] not in volumes:

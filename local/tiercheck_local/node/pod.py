@@ -1,4 +1,4 @@
-"""One pod on a node, from the moment it is bound until nothing of it is left."""
+"""Runs one pod on a node, from its binding until nothing of it is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Travels as JSON on the agent's command line."""
+    """The settings of a node's agent, passed as JSON on its command line."""
 
     node: NodeSpec
     cluster: str
@@ -47,7 +47,7 @@ class Settings:
     back_off: float = FIRST_BACK_OFF
     """Seconds for which a container that ended twice is held back; all further waits follow from it."""
     cuts: str | None = None
-    """File that names the links that are cut; None: none can be."""
+    """The file that lists the cut links; None: none can be cut."""
     failpoints: str | None = None
     """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: there is none."""
 
@@ -67,11 +67,11 @@ class Settings:
 
 log = logging.getLogger(__name__)
 
-_LAST_GRACE = 2.0  # what sidecars get even if the main containers used up the pod's grace period
+_LAST_GRACE = 2.0  # seconds for sidecars even if the main containers used up the pod's grace period
 
 
 class Pod:
-    """Runs a pod's containers and keeps its status true. Made from the manifest as bound to this node."""
+    """Runs the containers of a pod that is bound to this node, and keeps the pod's status up to date."""
 
     def __init__(
         self, manifest: Object, ip: str, client: Client, settings: Settings, allocatable: Mapping[str, str]
@@ -96,23 +96,23 @@ class Pod:
         self._ending: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; everything else happens by itself."""
+        """Starts the pod; everything else happens in the background."""
         self._count_earlier_lives()
         self._publisher.start()
         self._spawn(self._live())
 
     def seen(self, manifest: Object) -> None:
-        """A newer version of the API object."""
+        """Takes a newer version of the API object."""
         self._publisher.seen(manifest)
 
     def terminate(self, grace: float) -> None:
-        """Graceful deletion: main containers, then sidecars, then the API object."""
+        """Deletes the pod gracefully: main containers, then sidecars, then the API object."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._terminate(grace))
             _report_death(self._ending, f"end of pod {self.namespace}/{self.name}")
 
     def vanish(self) -> None:
-        """The API object is gone: nothing of it may go on."""
+        """Ends everything of the pod, as its API object is gone."""
         self._abandon()
         if self._ending is not None and self._ending is not asyncio.current_task():
             self._ending.cancel()
@@ -123,7 +123,7 @@ class Pod:
         self._settings.roots.remove(self.uid)
 
     def lose(self, reason: str, message: str) -> None:
-        """Everything of it is dead at once, memory included; the pod has failed."""
+        """Kills everything of the pod at once, memory included; the pod has failed."""
         self._abandon()
         markers.kill(markers.POD, self._place())
         for container in self._containers:
@@ -163,7 +163,7 @@ class Pod:
         return pod_status(self._situation, previous, rfc3339(time.time()))
 
     def _count_earlier_lives(self) -> None:
-        """After a restart of the node the containers begin anew, and their restart counts say so."""
+        """Counts earlier runs as restarts: after a restart of the node the containers begin anew."""
         status = self.manifest.get("status") or {}
         counts = {
             entry["name"]: entry["restartCount"] + 1
@@ -193,7 +193,7 @@ class Pod:
         await self._finish()
 
     async def _finish(self) -> None:
-        """The pod has run its course: sidecars go, in reverse order, and the phase becomes final."""
+        """Completes the pod: stops the sidecars, in reverse order, and makes the phase final."""
         grace = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
         await self._stop_sidecars(time.monotonic() + grace)
         self._situation.over = True
@@ -217,7 +217,7 @@ class Pod:
                 await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
 
     async def _recipes(self) -> dict[str, ContainerRecipe]:
-        """Resolve all the manifest refers to; what is missing is shown and waited for, as by a kubelet."""
+        """Resolves all that the manifest refers to; reports and awaits what is missing, as a kubelet does."""
         pause = 0.2
         while True:
             try:
@@ -285,7 +285,7 @@ class _NoImage(Exception):
 
 
 def _report_death(task: asyncio.Task[Any], what: str) -> None:
-    """Log what kills a background task: nobody awaits it."""
+    """Logs the error that ends a background task, as no other code awaits it."""
 
     def report(done: asyncio.Task[Any]) -> None:
         if not done.cancelled() and done.exception() is not None:

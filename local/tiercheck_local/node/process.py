@@ -29,11 +29,11 @@ _POLITENESS = 5  # agents and control plane must answer in time while the traini
 
 
 class CannotStart(OSError):
-    """The command is not there or is not executable."""
+    """The command does not exist or is not executable."""
 
 
 def base_environment() -> dict[str, str]:
-    """What every container gets before its manifest's own: the agent's interpreter comes first on PATH."""
+    """Returns the variables that precede a manifest's own; the agent's interpreter is first on PATH."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     interpreter = os.path.dirname(sys.executable)
     return {
@@ -41,7 +41,7 @@ def base_environment() -> dict[str, str]:
         "PATH": interpreter + os.pathsep + os.environ.get("PATH", os.defpath),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",  # output is a file, and people follow it
+        "PYTHONUNBUFFERED": "1",  # output is a file that users follow
     }
 
 
@@ -49,7 +49,7 @@ class HostProcess:
     """A running child. `exited` gives its exit code as a container runtime reports it (128 + signal)."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, log: Path) -> None:
-        """Start it, output appended to `log`. In the main thread, in a running loop. Raises CannotStart."""
+        """Starts it in the main thread, in a running loop; appends output to `log`. Raises CannotStart."""
         path = (
             sys.executable
             if argv[0] in {"python", "python3"}
@@ -95,22 +95,22 @@ class HostProcess:
             self.exited.set_result(code if code >= 0 else 128 - code)
 
     def signal(self, number: int) -> None:
-        """To the first process only, as a container runtime does."""
+        """Signals the first process only, as a container runtime does."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to everything in the container."""
+        """Sends SIGKILL to everything in the container."""
         self.signal(signal.SIGKILL)
         self.kill_rest()
 
     def kill_rest(self) -> None:
-        """A container ends with its first process; what that one left behind dies too."""
+        """Kills what the first process left behind: a container ends with its first process."""
         markers.send(markers.POD, self._marker, signal.SIGKILL)
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL when `grace` seconds have passed."""
+        """Sends SIGTERM, then SIGKILL when `grace` seconds have passed."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -121,29 +121,28 @@ class HostProcess:
 
 FIRST_BACK_OFF = 10.0
 _MOST, _FORGOTTEN = 30, 60
-"""In times of the first wait."""
+"""Multiples of the first wait: the longest wait, and the run time that resets the waits."""
 
 
 class BackOff:
-    """How long a kubelet waits before it starts a container again. `first` in seconds; the other times follow
-    from it.
+    """Computes how long a kubelet waits before it starts a container again.
 
-    At once after the first end, then 10 s, 20 s, 40 s and so on up to five minutes; a life of ten minutes
-    makes the next end the first again.
+    All times follow from `first`, in seconds. By default: at once after the first end, then 10 s, 20 s, 40 s
+    and so on up to five minutes; after a run of ten minutes, the next end counts as the first again.
     """
 
     def __init__(self, first: float = FIRST_BACK_OFF) -> None:
         self._first, self._next = first, 0.0
 
     def after(self, life: float) -> float:
-        """Seconds to wait after an end, if the container had run for `life` seconds."""
+        """Returns the seconds to wait after an end, if the container had run for `life` seconds."""
         wait = 0.0 if life > _FORGOTTEN * self._first else self._next
         self._next = min(_MOST * self._first, max(self._first, 2 * wait))
         return wait
 
 
 def go_duration(seconds: float) -> str:
-    """As kubelets write it: 500ms, 40s, 2m40s."""
+    """Formats a duration as kubelets do: 500ms, 40s, 2m40s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""A pod's status: what it is, from what its containers do, and the writing of it to the API server."""
+"""Computes a pod's status from its containers, and writes it to the API server."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
 Object = dict[str, Any]
 
 OWNED = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
-"""Conditions that a node writes; all others are somebody else's and stay."""
+"""Conditions that a node writes; those of other writers stay."""
 
 
 @dataclass
 class PodSituation:
-    """Everything the status depends on. `failure` (reason, message) overrides what the containers say."""
+    """All inputs of the status. `failure` (reason, message) overrides the state of the containers."""
 
     inits: Sequence[Container]
-    """Sidecars among them, in the manifest's order."""
+    """Init containers and sidecars, in the manifest's order."""
     mains: Sequence[Container]
     pod_ip: str
     host_ip: str
     started_at: str
     initialized: bool = False
     over: bool = False
-    """No container will run again, sidecars included."""
+    """True once no container will run again, sidecars included."""
     failure: tuple[str, str] | None = None
 
 
 def pod_status(situation: PodSituation, previous: Mapping[str, Any], now: str) -> Object:
-    """The whole status; `previous` gives transition times and others' conditions, `now` is metav1.Time."""
+    """Returns the status; `previous` has transition times and other conditions, `now` is metav1.Time."""
     phase = _phase(situation)
     status: Object = {
         "phase": phase,
@@ -120,7 +120,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """`compute(previous status)` gives the status to write; it is called when `changed` was."""
+    """Writes a pod's status, which `compute(previous status)` returns, after each call of `changed`."""
 
     def __init__(
         self, client: Client, pod: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], Object]
@@ -145,7 +145,7 @@ class Publisher:
             self._task.cancel()
 
     def seen(self, pod: Mapping[str, Any]) -> None:
-        """A newer version of the object, as watched. What others made of our conditions is put right."""
+        """Takes a newer version of the object; rewrites the node's own conditions if others changed them."""
         if _version(pod) < _version(self._current):
             return  # our own write was answered before the watch showed what came earlier
         self._current = pod
@@ -157,7 +157,7 @@ class Publisher:
         self._dirty.set()
 
     async def drained(self) -> None:
-        """Wait until everything known has been written."""
+        """Waits until everything known has been written."""
         if self._task is not None and not self._task.done():
             await self._clean.wait()
 
@@ -180,7 +180,7 @@ class Publisher:
                 self._clean.set()
 
     async def _write(self) -> bool:
-        """False: the pod is gone, there is nothing to write to."""
+        """Writes the status; returns False if the pod is gone."""
         while True:
             previous = self._current.get("status") or {}
             status = self._written = self._compute(previous)

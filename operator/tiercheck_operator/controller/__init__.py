@@ -1,1 +1,1 @@
-"""Observe, decide, execute: one level-based reconcile per job."""
+"""Observes, decides and executes: one level-based reconcile per job."""

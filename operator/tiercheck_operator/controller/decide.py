@@ -1,7 +1,7 @@
-"""Decides what to do about a job, from what is observed: this file is the story of a job.
+"""Decides what to do about a job, from what is observed. `STEPS` lists the steps in order.
 
-Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and
-says the same, so every action must be harmless when repeated.
+Nothing but the status is remembered. An operator that is killed at any point observes and decides the same
+again, so every action must be harmless when repeated.
 """
 
 from __future__ import annotations
@@ -79,39 +79,39 @@ _PASSING = (
     conditions.DEVICE_UNHEALTHY, conditions.OWNER_RESIZED,
     conditions.IMAGE_PULL, conditions.CONTAINER_CANNOT_START,
 )  # fmt: skip
-"""Reasons of Placed that say what goes on, and not what the placement is worth."""
+"""The reasons of Placed that describe a passing event, not the quality of the placement."""
 _LOOK_AGAIN = 10.0
-"""Seconds until something outside of the job that was missing is looked for again."""
+"""Seconds until something missing outside of the job is looked up again."""
 
 
 @dataclass(frozen=True)
 class DecisionDraft:
-    """What the steps so far have come to."""
+    """The result of the steps so far."""
 
     status: JobRecord
     placement: SavedPlacement | None
     findings: Findings = field(default_factory=Findings)
     reports: Mapping[int, Report] = field(default_factory=dict)
-    """Of the attempt in `status`, by worker."""
+    """The reports of the attempt in `status`, by worker."""
     before: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
     wake: float | None = None
 
     def with_findings(self, **found: Any) -> DecisionDraft:
-        """With these findings."""
+        """Returns the draft with these findings set."""
         return replace(self, findings=replace(self.findings, **found))
 
     def with_actions(self, *actions: Action) -> DecisionDraft:
-        """With these actions before the status is written."""
+        """Returns the draft with these actions added before the status is written."""
         return replace(self, before=(*self.before, *actions))
 
     def with_wake(self, *seconds: float | None) -> DecisionDraft:
-        """With another look after so many seconds at the latest."""
+        """Returns the draft with the next reconcile after so many seconds at the latest."""
         return replace(self, wake=soonest(self.wake, *seconds))
 
 
 def decide(obs: Observation) -> Decision:
-    """What to do about the job now."""
+    """Returns what to do about the job."""
     situation = Situation.of(obs)
     draft = DecisionDraft(situation.job.status, situation.placement)
     for step in STEPS:
@@ -123,7 +123,7 @@ def decide(obs: Observation) -> Decision:
 
 
 def leave_others_alone(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Nothing is done about a job that is going, or that somebody else manages."""
+    """Ends with no action for a job that is being deleted or is managed by another controller."""
     ours = situation.job.spec.managed_by == names.CONTROLLER
     return draft if ours and not situation.job.deleting else Decision()
 
@@ -137,7 +137,7 @@ def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> Decision
 
 
 def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Gives the pods of a suspended job back. Once begun, that is brought to its end."""
+    """Ends the pods of a suspended job. A suspension that has begun is completed."""
     if not (situation.job.spec.suspend or situation.is_still_ending):
         return draft
     status, before, after = suspend(situation)
@@ -145,26 +145,26 @@ def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | D
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
     refused = refused_beside_workers(situation)
     draft = draft.with_findings(suspended=gone, suspending=not gone, placed=refused)
-    if gone and situation.have_gang:  # workers and scheduler may be others when it goes on
+    if gone and situation.have_gang:  # workers and scheduler may differ when it resumes
         before = [*before, RemoveGang()]
     return conclude(situation, draft.with_actions(*before))
 
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Says why no pod can be made of the spec."""
+    """Ends with the reason if no pod can be built from the spec."""
     refusal = refuse_pods(situation.job)
     return draft if refusal is None else conclude(situation, draft.with_findings(unplaced=refusal))
 
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Fails a job that takes longer than it may."""
+    """Fails a job that is past its deadline."""
     left = situation.seconds_to_deadline
     overdue = None if left is None else find_passed_deadline(situation)
     return draft if overdue is None else conclude(situation, draft.with_findings(failed=overdue))
 
 
 def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Begins nothing before the levels of failure domains are known."""
+    """Starts no job before the levels of its failure domains are known."""
     problem = situation.job.spec.topology_problem
     if not problem or situation.job.status.attempt:
         return draft
@@ -173,7 +173,7 @@ def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDra
 
 
 def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Begins no job whose slots cannot hold its state."""
+    """Starts no job if its slots cannot hold its state."""
     spec = situation.job.spec
     crowded = "" if situation.job.status.attempt else why_too_small(spec, equal_share(spec, situation.size))
     if not crowded:
@@ -183,7 +183,7 @@ def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionD
 
 
 def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Issues no credentials under sidecars that run with others: none of them would be reached ever again."""
+    """Waits if credentials are lost while sidecars run with them: new ones would cut these sidecars off."""
     if situation.knows_credentials:
         return draft
     running = [
@@ -205,9 +205,9 @@ def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> Dec
 
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Makes no pod before its gang: a scheduler that does not know it would place pods one by one.
+    """Creates the gang before any pod: a scheduler that has not seen it would place pods one by one.
 
-    A job that runs goes on whatever becomes of the object: all its pods carry the reference.
+    A running job goes on whatever happens to the object, because all its pods carry the reference.
     """
     if situation.job.spec.gang is None or situation.have_gang or situation.all_pods:
         return draft
@@ -219,12 +219,11 @@ def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft |
 
 
 def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Gives every worker a pod, a spare's first, unless the job changes its size instead."""
+    """Gives every worker a pod, spares first, unless the job is resized instead."""
     upkeep = keep_spares(situation) if situation.has_spares else Upkeep()
     resized = resize(situation, upkeep) if situation.may_resize else None
     if resized is not None:
-        # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
-        # pause.
+        # The write wakes this loop at once. If an older CRD drops the field, the retry comes after a pause.
         status, findings = resized
         return conclude(situation, replace(draft, status=status, findings=findings, wake=1.0))
     draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
@@ -238,13 +237,13 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
 
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
-    """Writes down what is wrong with the attempt, or what is still known of it."""
+    """Records in the status the recovery that the job needs, if any."""
     recovery = situation.resumption or update_recovery(situation, find_trigger(situation))
     return replace(draft, status=replace(draft.status, recovery=recovery))
 
 
 def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Bumps the fencing token if an attempt is due and nothing is lacking; else says what it waits for."""
+    """Bumps the fencing token if an attempt is due and nothing is missing; else ends with what is missing."""
     recovery = draft.status.recovery
     if recovery is None or recovery.decided_at is not None:
         return draft
@@ -262,7 +261,7 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
 
 
 def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Finds a placement again that was lost or never written, close to what is left of it."""
+    """Recomputes a placement that was lost or never written, close to what is left of it."""
     status = draft.status
     if draft.placement is not None and draft.placement.attempt == status.attempt:
         return draft
@@ -276,8 +275,8 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
 
 
 def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
-    """Restores everywhere, then releases everywhere, then sees the first step."""
-    # No report can be of an attempt that begins with this look.
+    """Advances the attempt: restored everywhere, then released everywhere, then a first step everywhere."""
+    # No report can be of an attempt that begins in this reconcile.
     begun = draft.status.attempt != situation.job.status.attempt
     reports = {} if begun else situation.attempt_reports
     status, until_reset = draft.status, None
@@ -297,7 +296,7 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     moved = replan(situation, draft.status, saved, draft.reports)
     keep = () if moved.saved == saved else (SavePlacement(moved.saved),)
     if moved.saved.same_holders(saved):
-        # What was only found out about it is not worth remembering before the status tells it.
+        # Only notes about the placement have changed: they are saved after the status that reports them.
         draft = replace(draft, after=(*keep, *moved.probes))
     else:
         draft = replace(draft.with_actions(*keep), after=moved.probes)
@@ -307,10 +306,10 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 
 
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
-    """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
+    """Reports departures, unready nodes, refusals and ill devices, or the placement's quality, in Placed."""
     assert draft.placement is not None
     members, going = situation.members, situation.membership.departures
-    # The first that has something to say is told.
+    # The first rule with a finding is reported.
     rules: tuple[tuple[bool, Callable[[], Finding | None]], ...] = (
         (bool(going), lambda: describe_departures(going, situation.refused)),
         (any(n.lost for n in situation.nodes.values()), lambda: describe_unready_nodes(situation, members)),
@@ -327,7 +326,7 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 
 
 def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
-    """Says which restore stands still, or which trainer the release waits for."""
+    """Reports which restore is stalled, or which trainer the release waits for."""
     if not draft.status.on_way_back:
         return draft
     late = find_late_trainers(situation, draft.status, draft.reports)
@@ -337,7 +336,7 @@ def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDr
 
 
 def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
-    """Tells every sidecar what is wanted of it now: to finish, once all training commands have succeeded."""
+    """Sends every sidecar its directive: to finish, once all training commands have succeeded."""
     members = situation.members
     if _all_succeeded(situation, draft.reports):
         finish = due_directives(situation, draft.status, members, draft.placement, Phase.FINISH)
@@ -371,11 +370,11 @@ STEPS: tuple[Step, ...] = (
     tell_what_holds_up,
     direct_sidecars,
 )
-"""The story. The first step that decides ends it."""
+"""The steps of `decide`, in order. The first one that returns a Decision ends it."""
 
 
 def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
-    """The decision, with everything that follows from the draft."""
+    """Returns the decision, with everything that follows from the draft."""
     record, budget = derive_status(situation, draft.status, draft.findings, draft.reports)
     image = "" if draft.findings.suspended else situation.job.sidecar_image
     record = replace(record, sidecar_image=image)
@@ -389,9 +388,9 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
 
 
 def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) -> Decision:
-    """What is left of `decision` if the API server refused what comes before its status: to say so.
+    """Returns a decision that only reports what the API server refused of `decision.before`.
 
-    A new attempt must not be written then, because it rests on what was refused.
+    A new attempt must not be written then, because it depends on what was refused.
     """
     if decision.status is None:
         return Decision()
@@ -401,7 +400,7 @@ def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) 
 
 
 def _all_succeeded(situation: Situation, reports: Mapping[int, Report]) -> bool:
-    """Whether every training command of the current attempt exited with 0."""
+    """Returns whether every training command of the current attempt exited with 0."""
     ended = [report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()]
     return len(ended) == situation.size and all(ended)
 

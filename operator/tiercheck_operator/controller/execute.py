@@ -1,6 +1,6 @@
 """Carries decisions out, and remembers what the API server refused of them.
 
-Dull on purpose: no choice is made here, and everything may be done twice.
+No choice is made here, and every action may be repeated.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 16
 _PUSHES_AT_ONCE = 64
-"""Of directives: a sidecar that does not answer takes its place for seconds."""
+"""The number of directives sent at once: a sidecar that does not answer blocks its place for seconds."""
 _LONGEST_NOTE = 1024
-"""Characters of an annotation."""
+"""The maximum number of characters of an annotation."""
 _PODS_STRICTLY = replace(api_server.PODS, plural="pods?fieldValidation=Strict")
-"""A field of the template that the server does not know is refused with its name, not dropped in silence."""
+"""Makes the server refuse unknown fields of the template by name, instead of dropping them silently."""
 
 
 class Executor:
-    """For one job. A sidecar that cannot be told is told again by the next reconcile."""
+    """Executes decisions for one job. A directive that cannot be sent is retried by the next reconcile."""
 
     def __init__(
         self, kube: Kube, config: Config, belongings: Belongings, cluster: ClusterIdentity | None = None
@@ -71,13 +71,14 @@ class Executor:
     async def run(
         self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None
     ) -> list[tuple[Action, ApiFailure]]:
-        """What the job owns first, then deletions, then everything else; within each, all at once.
+        """Creates what the job owns one by one; then runs all deletions at once, then all else at once.
 
-        Returns what failed: no action waits for another one to succeed.
+        Returns the failures. The other actions are done nevertheless, but no pod is created if something that
+        all pods of the job need could not be.
 
         Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its
         replacement. Once the server refuses a worker's pod, or a spare, the rest of them are not tried: they
-        would be refused for the same reason. No pod is made before what all pods of the job need.
+        would be refused for the same reason.
         """
         gate, gate_of_pushes = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_PUSHES_AT_ONCE)
         failures: list[tuple[Action, ApiFailure]] = []
@@ -92,8 +93,8 @@ class Executor:
                     except ApiFailure as error:
                         failure = error
                     except Unbuildable as error:
-                        # Of a job that has begun, whose template was changed: told as what the API server
-                        # would say of it.
+                        # The template of a job that has begun was changed: reported as a refusal by the
+                        # API server.
                         failure = ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
                 failures.append((action, failure))
                 if kind in NEEDED_BY_PODS:
@@ -157,7 +158,7 @@ class Executor:
 
     async def _create_pod(self, job: JobView, action: CreatePod | CreateSpare) -> None:
         image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-        if self._cluster is not None and job.spec.remote is not None:  # nobody else's store is shared
+        if self._cluster is not None and job.spec.remote is not None:  # only a remote store is shared
             job = replace(job, cluster=await self._cluster.uid())
         avoid, unwelcome = action.avoid, action.unwelcome
         if isinstance(action, CreateSpare):
@@ -176,7 +177,7 @@ class Executor:
             log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
-        """Returns whether the pod that we miss is there, and on its way to us: our view may be a moment old.
+        """Returns whether the pod exists, and only our view, which may be a moment old, lacks it.
 
         Raises NameTaken if it is not this job's.
         """
@@ -196,7 +197,7 @@ class Executor:
         try:
             await self._kube.patch(api_server.PODS, job.namespace, pod.name, {"metadata": metadata})
         except ApiFailure as error:
-            # It changed, perhaps by our own hand, or is gone: the next look will show it.
+            # It was changed, perhaps by this operator, or is gone: the next reconcile will see that.
             if not (error.conflict or error.not_found):
                 raise
         else:
@@ -206,20 +207,20 @@ class Executor:
         if action.given_up:
             said = redacted(action.given_up)[:_LONGEST_NOTE]
             note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: said}}
-            # The cause is in the status as well; a pod is not kept for it.
+            # The cause is in the status as well; a failure to annotate does not keep the pod.
             with contextlib.suppress(ApiFailure):
                 await self._kube.patch(api_server.PODS, job.namespace, action.name, {"metadata": note})
         grace = 0 if action.force else None
         failpoint("before-pod-delete")
         found = False
         if action.evict:
-            with contextlib.suppress(ApiFailure):  # it is lost, whatever a disruption budget says
+            with contextlib.suppress(ApiFailure):  # it is lost, whatever a disruption budget allows
                 await self._kube.evict(job.namespace, action.name, uid=action.uid, grace=grace)
                 found = True
         found = found or await self._kube.delete(
             api_server.PODS, job.namespace, action.name, uid=action.uid, grace=grace
         )
-        # Our view of the pods may be a moment old: what was asked for twice is told once.
+        # Our view of the pods may be a moment old: a deletion requested twice is reported once.
         if found and (action.uid, action.force) not in self._told:
             self._told.add((action.uid, action.force))
             self._removed.append(action)
@@ -227,28 +228,28 @@ class Executor:
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
 
     def take_deleted_pods(self) -> list[DeletePod]:
-        """The pods that were deleted since this was asked last."""
+        """Returns the pods that were deleted since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
 
-# Each action is asked for again by itself, with growing pauses, as long as decisions want it. A restarted
-# operator has forgotten all of it, asks at once, and gets the same answers.
+# Each refused action is retried by itself, with growing pauses, as long as decisions contain it. A restarted
+# operator remembers no refusal, tries at once, and gets the same answers.
 _NAMES = 64
-"""Names of others' pods that are remembered; who takes more of them makes his own job wait."""
+"""The number of foreign pod names that are remembered; a job that meets more of them has to wait."""
 PATIENT_FAILURES = 3
-"""Failures in a row that are not worth a word where the server did not refuse, but failed or was away."""
+"""The number of server errors in a row that are not reported; refusals are reported at once."""
 
 
 class RefusalMemory:
-    """Of one job. Times are unix seconds."""
+    """Remembers what the API server refused to one job. Times are unix seconds."""
 
     def __init__(self) -> None:
         self.known: Mapping[int | str, Refusal] = {}
         self.names_taken: frozenset[str] = frozenset()
 
     def due(self, actions: Iterable[Action], now: float) -> list[Action]:
-        """Those that are not to wait after a refusal; no pod is made while what it needs waits."""
+        """Returns the actions that need not wait after a refusal; pods wait while what they need waits."""
         held = {subject for subject, refusal in self.known.items() if refusal.again_at > now}
         alone = not held & {kind.__name__ for kind in NEEDED_BY_PODS}
         return [
@@ -260,10 +261,10 @@ class RefusalMemory:
     def note(
         self, wanted: Sequence[Action], failures: Iterable[tuple[Action, ApiFailure]], now: float
     ) -> bool:
-        """Takes in how a look went. `wanted`: all that it asked for, due or not. Returns whether there is
-        something new to tell."""
+        """Records the outcome of a reconcile. Returns whether what is reported of refusals has changed.
+        `wanted`: all actions of the decision, due or not."""
         before = self.known
-        # What rests on the placement is not written without it, so that it is asked for at every look.
+        # Nothing that depends on the placement is written without it, so it is retried in every reconcile.
         failed = {
             subject_of(action): error for action, error in failures if not isinstance(action, SavePlacement)
         }
@@ -286,7 +287,7 @@ class RefusalMemory:
         return _told(before) != _told(known)
 
     def seconds_to_next_try(self, now: float) -> float | None:
-        """None: nothing is refused."""
+        """Returns the seconds until the next refused action is due; None if nothing is refused."""
         return min((max(0.0, refusal.again_at - now) for refusal in self.known.values()), default=None)
 
 

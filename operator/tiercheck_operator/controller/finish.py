@@ -1,8 +1,8 @@
-"""How a job's pods end: at its deadline, after it has completed or failed, and when it is suspended.
+"""Ends a job's pods: at its deadline, after it has completed or failed, and when it is suspended.
 
-Sidecars flush and end, and what hangs is removed. A suspended job's pods are given back once they have
-uploaded what they owe. `spec.activeDeadlineSeconds` counts as in a batch/v1 Job from status.startTime,
-which is set anew when a suspended job goes on: what a queue does to a job is not held against it.
+Sidecars flush and end; pods that hang are removed. A suspended job's pods are deleted once their pending
+uploads are done. `spec.activeDeadlineSeconds` counts as in a batch/v1 Job from status.startTime. That is set
+anew when a suspended job resumes, so that time in a queue does not count.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _UNKNOWN_FAILURE = 1
 
 
 def after_finish(obs: Observation) -> Decision:
-    """Pods that ended by themselves stay, for their logs. Spares have none."""
+    """Ends the pods of a job that is over. Those that ended by themselves stay for their logs; spares go."""
     status, now = obs.job.status, obs.now
     ended = parse_time(status.completed) or now
     live = [pod for pod in obs.pods if not pod.terminal]
     why = "the job has ended"
     before: list[Action] = [action for pod in obs.spares for action in remove_pod(obs, pod, why)]
     wake: float | None = None
-    # A pod that was told to finish and does not is removed; after success it may still owe a version to the
-    # remote tier.
+    # A pod that does not finish as directed is removed; after success it may still have a version to upload
+    # to the remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
     for pod in live:
         if obs.job.spec.attach is not None:
@@ -64,18 +64,18 @@ def after_finish(obs: Observation) -> Decision:
 
 
 def has_settled(obs: Observation, pod: PodView) -> bool:
-    """Whether the pod has nothing to do any more: what keeps it is another container of the user's."""
+    """Returns whether the pod has finished its work, so that only another container of the user keeps it."""
     report = obs.current_reports.get(pod.uid)
     return report is not None and report.settled
 
 
 def finishing_time(obs: Observation) -> float:
-    """Seconds that pods get to end by themselves."""
+    """Returns the seconds that pods get to end by themselves."""
     return obs.patience.suspend if obs.job.spec.remote is None else obs.patience.flush
 
 
 def find_passed_deadline(situation: Situation) -> Finding | None:
-    """Why the job has to end now; None: it need not."""
+    """Returns why the job has to end; None if it need not."""
     left, limit = situation.seconds_to_deadline, situation.job.spec.active_deadline
     if left is None or left > 0:
         return None
@@ -88,7 +88,7 @@ def find_passed_deadline(situation: Situation) -> Finding | None:
 
 
 def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
-    """The next status, and what to do before and after it is written."""
+    """Returns the next status, and the actions before and after it is written."""
     status = obs.job.status
     left = [pod for pod in obs.pods if not pod.terminal and pod.node is not None]
     if not obs.all_pods:
@@ -119,7 +119,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
 
 
 def exit_code(obs: Observation) -> int:
-    """What the launchers of a job that is over exit with: what the owner would have seen without us."""
+    """Returns the launchers' exit code for a job that is over: what its owner would see without TierCheck."""
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0

@@ -1,6 +1,6 @@
-"""The life of one job in this process: wait until something changed, look, decide, execute, and again.
+"""Runs the reconcile loop of one job: wait for a change, observe, decide, execute, and repeat.
 
-It keeps no state that matters: credentials, reports and the placement are read back after a restart.
+No essential state is kept here: credentials, reports and the placement are read back after a restart.
 """
 
 from __future__ import annotations
@@ -46,45 +46,45 @@ from tiercheck_operator.sidecars import JobSidecars, Lines
 log = logging.getLogger(__name__)
 
 _LEAST_PAUSE = 0.02
-"""Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
+"""Seconds. The minimum between two reconciles of a job, so that a burst of changes is handled as one."""
 _BREATHER = 4.0
-"""Pause after a reconcile, in times of what deciding took: no job takes over a fifth of the processor."""
+"""The pause after a reconcile in multiples of the decision's duration: limits a job to 1/5 of the CPU."""
 _LATE = 4.0
-"""Seconds that a kubelet may take for a new pod before its node's lease is looked at."""
+"""Seconds that a kubelet may take to claim a new pod before its node's lease is read."""
 _OWNER_EVERY = {True: 60.0, False: 10.0}
-"""Seconds between two looks at an attached job's owner: with as many pods as workers and the owner's size the
-same, and else."""
+"""Seconds between two reads of an attached job's owner.
+True: there are as many pods as workers, and the owner's size is the same or unknown; False: otherwise."""
 _PROGRESS = ("progress", "tiers")
-"""Parts of the status that change all the time while training goes well."""
+"""The parts of the status that change continuously during training."""
 _PROGRESS_WRITES = 50
-"""A second, of all jobs together: each is a write to the API server's store, and news to all who watch."""
+"""Progress writes per second of all jobs together: each is a store write and an event to all watchers."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all jobs share: the views of the cluster, kept up to date by the watches."""
+    """The context that all jobs share: the views of the cluster, kept up to date by the watches."""
 
     pods: Callable[[str, str], Iterable[PodView]]
-    """By the namespace of a job, and the UID that its pods know it by."""
+    """Lists a job's pods by its namespace and the UID that they carry for it (`JobView.identity`)."""
     nodes: Callable[[], Mapping[str, NodeView]]
     kube: Kube
     config: Config
     metrics: Metrics
     clock: Callable[[], float] = field(default_factory=SteadyClock)
     places: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
-    """Names of the nodes that each job avoids, by the job's namespace and UID. Others of its namespace prefer
-    not to use them, and all others once jobs of two namespaces say so: sidecars may lie."""
+    """The names of the nodes that each job avoids, by the job's namespace and UID.
+    Pods prefer nodes that no job of their namespace, nor of two others, avoids: reports may be false."""
     sidecars: Callable[..., JobSidecars] = JobSidecars
     lines: Lines = field(default_factory=Lines)
     training: set[str] = field(default_factory=set)
-    """UIDs of the jobs that write progress."""
+    """The UIDs of the jobs that write progress."""
     gone: Callable[[str], object] = lambda uid: None
-    """Gets the UID of a job that the API server does not have, whatever watches say; its loop has ended."""
+    """Receives the UID of a job missing on the API server, whatever watches show; its loop has ended."""
     leases: NodeLeases | None = None
     owner_size: Callable[[JobView], Awaitable[int | None]] | None = None
-    """How many workers the owner of an attached job has now; None: that cannot be told."""
+    """Returns the number of workers that an attached job's owner has; None if that is unknown."""
     cluster: ClusterIdentity | None = None
-    """None: pods are not told which cluster they are in."""
+    """The source of the cluster's UID for pods; None: pods get none."""
 
 
 class JobGone(Exception):
@@ -92,7 +92,7 @@ class JobGone(Exception):
 
 
 class JobLoop:
-    """`start`, `changed` as often as need be, `stop`. Ends by itself once the API server has no such job."""
+    """Reconciles one job between `start` and `stop`. Ends by itself once the API server has no such job."""
 
     def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
         self._raw = raw
@@ -102,7 +102,7 @@ class JobLoop:
         self._topology = TopologySource(around.kube)
         self._known = False
         self._doubted = False
-        """An answer of the API server leaves open whether the job is still there, or is as we have it."""
+        """True while an answer of the API server suggests that the job is gone or has changed."""
         self._executor = Executor(around.kube, around.config, self._belongings, around.cluster)
         self._events = EventPoster(around.kube)
         self._object_events = ObjectEvents(around.kube)
@@ -111,18 +111,18 @@ class JobLoop:
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
         self._strange_at = -1
-        """Generation of the job that made no sense."""
+        """The generation of the job that could not be parsed."""
         self._sidecars: JobSidecars | None = None
         self._followed: Mapping[str, str] = {}
-        """Whom they listen to: IP address by pod UID."""
+        """The addresses of the sidecars that are polled, by pod UID."""
         self._wrote_progress = 0.0
         self._failures = 0
-        """Reconciles in a row that failed."""
+        """The number of reconciles in a row that failed."""
         self._task: asyncio.Task[None] | None = None
         self._deciding = 0.0
         """Seconds that the last decision took."""
         self.began: float | None = None
-        """When the reconcile under way began, by the loop's clock; None: none is."""
+        """The start of the reconcile under way by the loop's clock; None between reconciles."""
 
     @property
     def uid(self) -> str:
@@ -130,13 +130,13 @@ class JobLoop:
 
     def start(self) -> None:
         metadata = self._raw["metadata"]
-        # An empty context: that of kopf's handler would keep the event, with the whole job, as long as this.
+        # An empty context: that of kopf's handler would keep the event, and the whole job, alive with this.
         self._task = asyncio.create_task(
             self._run(), name=f"job {metadata['namespace']}/{metadata['name']}", context=Context()
         )
 
     def changed(self, raw: Mapping[str, Any]) -> None:
-        """A watch event; one older than what we wrote is ignored, as is a second job for the same owner."""
+        """Takes over a watch event unless it is outdated or of another job, and wakes the loop."""
         if raw["metadata"]["uid"] == self.uid and version_in(raw) >= version_in(self._raw):
             self._raw = raw
         self.wake()
@@ -145,7 +145,7 @@ class JobLoop:
         self._woken.set()
 
     async def stop(self) -> None:
-        """The job is gone, or the operator ends. The job's pods are left to their owner references."""
+        """Ends the loop when the job is gone or the operator ends. Owner references remove the job's pods."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -194,7 +194,7 @@ class JobLoop:
             await asyncio.sleep(delay if self._failures else max(_LEAST_PAUSE, _BREATHER * self._deciding))
             quiet = self._failures > 0 or not await self._news_within(delay)
             if quiet and delay >= self._around.config.resync_seconds:
-                self._known = False  # nothing happened for a while: look at everything again
+                self._known = False  # nothing happened for a while: read everything again
 
     async def _tell_removed(self) -> None:
         removed = self._executor.take_deleted_pods()
@@ -208,8 +208,8 @@ class JobLoop:
         return False
 
     def _after_failure(self, error: ApiFailure) -> float:
-        """Seconds to wait. A conflict means that somebody wrote the job since we read it; with 404, it may be
-        the job that is gone."""
+        """Returns the seconds to wait, and notes whether the job has to be read again.
+        A conflict means that it was written since it was read; with 404, the job itself may be gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
         self._doubted = self._doubted or error.conflict or error.not_found
         return max(BACKOFF[min(self._failures, len(BACKOFF) - 1)], error.retry_after or 0.0)
@@ -221,7 +221,7 @@ class JobLoop:
             self._doubted = self._doubted or failure.not_found
 
     async def _look_up(self) -> None:
-        """Have the job as it is. Raises JobGone; ApiFailure, then it is as doubtful as before."""
+        """Reads the job from the API server. Raises JobGone, or ApiFailure and leaves the job uncertain."""
         fresh = await self._around.kube.find(JOBS, *self.key)
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
@@ -230,7 +230,7 @@ class JobLoop:
         self._doubted = False
 
     async def _reconcile(self) -> float:
-        """One look and what follows from it; seconds until the next look at the latest."""
+        """Observes, decides and executes once. Returns the seconds until the next reconcile at the latest."""
         around = self._around
         try:
             job = parse_job(self._raw)
@@ -238,7 +238,7 @@ class JobLoop:
             await self._tell_strange(error)
             return around.config.resync_seconds
         if _ours(job) and (self._doubted or not (self._known or self._over(job))):
-            # Nothing is made for a job that only a late event, or a watch that missed its end, still knows.
+            # Nothing is created for a job that exists only in a late event or a watch that missed its end.
             await self._look_up()
             job = parse_job(self._raw)
         raw = self._raw
@@ -265,15 +265,15 @@ class JobLoop:
         try:
             failures = await self._executor.run(job, refusals.due(decision.before, now), self._sidecars)
         except Exception as error:
-            # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
+            # Most likely a bug in the operator: the job's status must show it, not only the operator's log.
             why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
             await self._write_status(job, raw, decision_after_refusal(observation, decision, why))
             raise
         if refusals.note(decision.before, failures, now):
-            self.wake()  # the next look tells
+            self.wake()  # the next reconcile reports it
         self._note_failures(failures)
         unsaved = next((error for action, error in failures if isinstance(action, SavePlacement)), None)
-        if unsaved is not None:  # what is to be written, and told to sidecars, rests on it
+        if unsaved is not None:  # the status and the directives depend on it
             if unsaved.refused or (unsaved.status >= 500 and self._failures >= PATIENT_FAILURES):
                 await self._write_status(
                     job, raw, decision_after_refusal(observation, decision, str(unsaved))
@@ -287,8 +287,8 @@ class JobLoop:
         return max(_LEAST_PAUSE, soonest(wake, around.config.resync_seconds) or 0.0)
 
     async def _tell_strange(self, error: Exception) -> None:
-        """The API server holds what its schema should have refused, or what is too much for this process:
-        said once, and left alone until it changes."""
+        """Reports, once per generation, a job that cannot be parsed, and leaves it alone until it changes.
+        The API server's schema should have refused it, or it is too large for this process."""
         metadata = self._raw["metadata"]
         generation = int(metadata.get("generation") or 0)
         if self._strange_at == generation:
@@ -315,7 +315,7 @@ class JobLoop:
         self._strange_at = generation
 
     async def _look_at_owner(self, job: JobView) -> None:
-        """Read how many workers an attached job's owner has now."""
+        """Reads the number of workers that an attached job's owner has."""
         now, pods = self._around.clock(), sum(not pod.terminal for pod in self._pods(job))
         every = _OWNER_EVERY[pods == job.spec.workers and self._owner_size in (None, pods)]
         read = self._around.owner_size if job.spec.attach is not None and not job.status.finished else None
@@ -323,7 +323,7 @@ class JobLoop:
             self._owner_read, self._owner_size = now, await read(job)
 
     async def _look_at_leases(self, job: JobView) -> None:
-        """Of nodes whose kubelet is about to be given up."""
+        """Reads the leases of nodes with a pod that the kubelet has not claimed for `_LATE` seconds."""
         now, leases = self._around.clock(), self._around.leases
         late = {
             pod.node for pod in self._pods(job) if not pod.claimed and now - (pod.housed_since or now) > _LATE
@@ -331,7 +331,7 @@ class JobLoop:
         self._kubelets = await leases.heard(filter(None, late), now) if late and leases is not None else {}
 
     def _over(self, job: JobView) -> bool:
-        """Whether nobody needs what the job owns: finished and queued jobs may be kept by the hundred."""
+        """Returns whether the job needs nothing any more: finished and queued jobs may exist in hundreds."""
         told = job.status.condition(conditions.SUSPENDED)
         queued = job.spec.suspend and told is not None and told.status is True
         if queued and told is not None and told.observed_generation == job.generation:
@@ -339,7 +339,7 @@ class JobLoop:
         return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:
-        """Its own, or those attached: nobody gets at another job's pods by naming that as his workload."""
+        """Yields the job's own pods, or only attached ones if it is attached: no job gets another's pods."""
         attached = job.spec.attach is not None
         for pod in self._around.pods(job.namespace, job.identity):
             if bool(pod.attached) is attached:
@@ -364,7 +364,7 @@ class JobLoop:
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
-            heard = self._sidecars.reports  # the last words of those followed no more are looked at once
+            heard = self._sidecars.reports  # includes the final reports of those that are dropped next
             self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
             self._sidecars.follow(self._followed)
         return Observation(
@@ -391,9 +391,8 @@ class JobLoop:
         )
 
     def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
-        """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force:
-        until the next attempt is decided they may still train, and only they know how far.
-        """
+        """Returns the polled sidecars of the attempt that have no pod object, as after a forced deletion.
+        Until the next attempt is decided they may still train, and only their reports show how far."""
         recovery, placement = job.status.recovery, self._belongings.placement
         if recovery is None or recovery.decided_at is not None or placement is None:
             return {}
@@ -401,14 +400,15 @@ class JobLoop:
         return {uid: host for uid, host in self._followed.items() if uid in gone}
 
     async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
-        """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
+        """Writes the status, or returns the seconds until it may be written.
+        Raises ApiFailure if the write failed; nothing that depends on it may be done then."""
         if decision.status is None:
             return None
         old, new = raw.get("status") or {}, without_credentials(fit_status(decision.status)[1])
         if old == new:
             return None
         now = self._around.clock()
-        trains = new.get("phase") == "Running"  # what is said while pods end is said once
+        trains = new.get("phase") == "Running"  # others are written at once: final reports come only once
         (self._around.training.add if trains else self._around.training.discard)(self.uid)
         if trains and _without_progress(old) == _without_progress(new):
             pause = max(self._around.config.progress_seconds, len(self._around.training) / _PROGRESS_WRITES)
@@ -431,7 +431,7 @@ class JobLoop:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Namespace and name of the job."""
+        """Returns the namespace and name of the job."""
         return str(self._raw["metadata"]["namespace"]), str(self._raw["metadata"]["name"])
 
     @property
@@ -440,12 +440,12 @@ class JobLoop:
 
     @property
     def dead(self) -> bool:
-        """Whether it was started, and ended without being stopped."""
+        """Returns whether the loop was started, and ended without being stopped."""
         return self._task is not None and self._task.done()
 
 
 def find_unwelcome(places: Mapping[tuple[str, str], frozenset[str]], namespace: str) -> frozenset[str]:
-    """Nodes that jobs of this namespace, or of two others, avoid."""
+    """Returns the nodes that jobs of this namespace, or of two others, avoid."""
     named: dict[str, set[str]] = {}
     for (team, _), nodes in places.items():
         for node in nodes:
@@ -454,18 +454,18 @@ def find_unwelcome(places: Mapping[tuple[str, str], frozenset[str]], namespace: 
 
 
 def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:
-    """Whether what workers hold decides anything: from a failure to the first step, and while copies move."""
+    """Returns whether holdings affect decisions: from a failure to the first step, and while copies move."""
     settled = job.status.attempt > 0 and job.status.recovery is None
     return not settled or placement is None or bool(placement.leaving)
 
 
 def _ours(job: JobView) -> bool:
-    """Whether there is anything to be done for it, by us."""
+    """Returns whether this operator has anything to do for the job."""
     return not job.deleting and job.spec.managed_by == names.CONTROLLER
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON merge patch that turns `old` into `new`."""
+    """Returns the JSON merge patch that turns `old` into `new`."""
     patch: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)

@@ -1,1 +1,1 @@
-"""What every room of the operator knows by name. It imports none of them."""
+"""Defines the data types that all packages of the operator share. It imports none of these packages."""

@@ -1,4 +1,4 @@
-"""What a decision asks for. Carrying it out is somebody else's business (`execute`)."""
+"""Defines the actions that a decision requests; `controller.execute` carries them out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class EnsureService:
 
 @dataclass(frozen=True)
 class EnsureCredentials:
-    """Made once; never replaced while they exist, because running sidecars hold the old ones."""
+    """Creates the job's Secret; never replaces it, because running sidecars hold the old credentials."""
 
 
 @dataclass(frozen=True)
 class EnsureGang:
-    """What a gang scheduler knows the workers by. If it cannot be had, the next observation says why."""
+    """Creates the PodGroup for a gang scheduler. If that fails, the next observation has the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,10 @@ class RemoveGang:
 
 @dataclass(frozen=True)
 class EnsureBudget:
-    """The job's PodDisruptionBudget. If it cannot be had, the next observation says why; nothing else waits
-    for it."""
+    """Creates or updates the job's PodDisruptionBudget, for which nothing else waits.
+
+    If that fails, the next observation has the reason.
+    """
 
     min_available: int
 
@@ -49,11 +51,11 @@ class CreatePod:
     worker: int
     incarnation: int
     avoid: tuple[str, ...]
-    """Host names to stay away from."""
+    """Host names of nodes that the pod must avoid."""
     prefer: str = ""
-    """Host name of the node where the worker's memory lies; empty: none is better than another."""
+    """Host name of the node that holds the worker's memory; empty: no node is preferred."""
     unwelcome: tuple[str, ...] = ()
-    """Host names to stay away from if that is possible."""
+    """Host names of nodes that the pod avoids if possible."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ class CreateSpare:
 
 @dataclass(frozen=True)
 class Promote:
-    """Give a pod the identity of a worker: a spare, or a survivor of a job that goes on smaller. Nothing
-    happens if the pod has changed since it was seen."""
+    """Gives a worker's identity to a spare, or to a remaining pod of a job that shrinks.
+
+    Nothing happens if the pod has changed since it was observed.
+    """
 
     pod: PodView
     worker: int
@@ -77,15 +81,15 @@ class Promote:
 class DeletePod:
     name: str
     uid: str
-    """Deleted only if it is still this one."""
+    """The pod is deleted only if it still has this UID."""
     force: bool
-    """Without waiting for its node, which is gone."""
+    """True if the deletion does not wait for the pod's node, because the node is gone."""
     why: str
-    """Which pod, a colon, and why it goes: for the log and for Events."""
+    """The pod, a colon, and the reason for the deletion: for the log and for Events."""
     given_up: str = ""
-    """What is noted on the pod before (`PodView.given_up`)."""
+    """The annotation that the pod gets before its deletion (`PodView.given_up`)."""
     evict: bool = False
-    """By an eviction, so that its own controller sees a disruption and no failure."""
+    """True if the pod is evicted, so that its own controller sees a disruption and not a failure."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class SavePlacement:
 
 @dataclass(frozen=True)
 class ProbeSidecar:
-    """Ask this pod's sidecar now."""
+    """Requests a report from this pod's sidecar immediately."""
 
     pod_uid: str
 
@@ -134,7 +138,7 @@ NEEDED_BY_PODS = (EnsureGang, EnsureCredentials, EnsureService)
 
 
 def subject_of(action: Action) -> int | str:
-    """Returns what a refusal of the action is remembered by.
+    """Returns the key under which a refusal of the action is remembered.
 
     That is a worker, SPARE for all spares, the UID of a pod, or the action's own name.
     """
@@ -152,7 +156,7 @@ def subject_of(action: Action) -> int | str:
 
 @dataclass(frozen=True)
 class Notice:
-    """An Event, to be posted if the status that it belongs to was written."""
+    """An Event that is posted once the status that it belongs to is written."""
 
     type: str
     """Normal or Warning."""
@@ -162,11 +166,11 @@ class Notice:
 
 @dataclass(frozen=True)
 class Decision:
-    """Carried out in this order; if the status cannot be written, what follows it is not done."""
+    """Holds the steps of a decision in their order; if the status write fails, the later ones are skipped."""
 
     before: tuple[Action, ...] = ()
     status: JobRecord | None = None
-    """None: leave it as it is."""
+    """The new status; None: it stays as it is."""
     after: tuple[Action, ...] = ()
     notices: tuple[Notice, ...] = ()
     wake_after: float | None = None

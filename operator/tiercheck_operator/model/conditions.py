@@ -9,9 +9,9 @@ from enum import Enum
 PLACED = "Placed"
 """Every worker has a pod on a node, and the copies have holders."""
 PROTECTED = "Protected"
-"""Copies are where the spec wants them, and the tiers work."""
+"""Copies are where the spec requires them, and the tiers work."""
 RESTORING = "Restoring"
-"""The job is on its way back (or to its first step)."""
+"""The job is being restored (or on its way to its first step)."""
 RUNNING = "Running"
 """Training was released in the current attempt and has not ended."""
 SUSPENDED = "Suspended"
@@ -21,29 +21,29 @@ COMPLETED = "Completed"
 FAILED = "Failed"
 """The job was given up."""
 DELTAS_ACTIVE = "DeltasActive"
-"""Every step is kept for the price of a delta."""
+"""Every step is saved as a delta."""
 IN_PROCESS = "InProcess"
-"""The processes of all others stay when a rank is lost. Of jobs with several ranks."""
+"""The other ranks' processes stay when a rank is lost. Only on jobs with several ranks."""
 SPARES_READY = "SparesReady"
-"""As many spares as wanted wait to take a lost worker's place."""
+"""All requested spares are ready to take a lost worker's place."""
 FULL_SIZE = "FullSize"
-"""The job has as many workers as its spec asks for. Of jobs with spec.elastic."""
+"""The job has as many workers as its spec requests. Only on jobs with spec.elastic."""
 
 THROTTLED = "Throttled"
-"""The kernel holds a sidecar back, because its CPU limit is used up. Of jobs that it has happened to."""
+"""The kernel throttles a sidecar at its CPU limit. Only on jobs where this has happened."""
 
 REMOTE_SAFE = "RemoteSafe"
-"""The remote tier keeps the promises that are relied on. Of jobs where it did not."""
+"""The remote tier gives the guarantees that are relied on. Only on jobs where it once did not."""
 
 EXACT = "Exact"
-"""Steps trained again after the last restore are bitwise what they were. Of jobs that compared any."""
+"""Steps trained again after a restore are bitwise identical. Only on jobs that compared any."""
 
 EVICTABLE = "Evictable"
-"""A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
+"""A worker may be evicted now; while False, the job's PodDisruptionBudget blocks node drains."""
 
 # Placed
 ALL_PLACED = "AllPlaced"
-"""All pods have nodes, all copies have holders, and every node says where it stands."""
+"""All pods have nodes, all copies have holders, and every node has the topology labels."""
 WAITING_FOR_PODS = "WaitingForPods"
 """Pods are being created, pulled or started."""
 IMAGE_PULL = "ImagePull"
@@ -51,58 +51,60 @@ IMAGE_PULL = "ImagePull"
 CONTAINER_CANNOT_START = "ContainerCannotStart"
 """The kubelet cannot start a container, as when its Secret is missing; the message is the kubelet's."""
 WAITING_FOR_QUEUE = "WaitingForQueue"
-"""A queue has not admitted some pods yet: they have scheduling gates. That is no lack of capacity."""
+"""A queue has not admitted some pods yet: they have scheduling gates. Capacity is not lacking."""
 GANG_UNAVAILABLE = "GangUnavailable"
-"""spec.gang cannot be had: its API is not served, or not for the operator. The job does not start without."""
+"""The API for spec.gang is not served, or the operator has no rights to it. The job does not start."""
 REFUSED = "Refused"
-"""The API server refuses what the job needs (quota, Pod Security, a webhook, rights), in its own words."""
+"""The API server refuses an object (quota, Pod Security, webhook, rights); the message is its own."""
 CREDENTIALS_LOST = "CredentialsLost"
-"""The job's Secret is gone or unreadable, and sidecars run with what was in it: no other is made then."""
+"""The job's Secret is gone or unreadable, and sidecars still use its contents: no other is made."""
 NODE_MEMORY_FORBIDDEN = "NodeMemoryForbidden"
-"""tiers.local.medium is NodeMemory, and the namespace does not allow hostPath volumes; the message says how
-it could."""
+"""NodeMemory needs hostPath volumes, which the namespace forbids; the message explains the remedy."""
 UNSCHEDULABLE = "Unschedulable"
 """The scheduler finds no node for a pod; the message is the scheduler's."""
 NO_CAPACITY = "NoCapacity"
-"""For longer than failurePolicy.capacityTimeoutSeconds. The job waits; what other workers hold is kept."""
+"""No node for longer than failurePolicy.capacityTimeoutSeconds. The job waits and keeps its copies."""
 NODES_UNLABELLED = "NodesUnlabelled"
 """Nodes lack the label of a level, so that level cannot be used for spreading."""
 TOPOLOGY_NOT_FOUND = "TopologyNotFound"
-"""spec.topology.kueueTopology names no Topology that can be read. A job does not start without; one that runs
-keeps its copies where they are."""
+"""spec.topology.kueueTopology names no Topology that can be read.
+
+A new job does not start; a running one keeps its copies where they are."""
 COPIES_MOVING = "CopiesMoving"
-"""Some workers get other holders while training goes on; old ones stay until the new ones are complete."""
+"""Some workers get new holders during training; old ones stay until the new ones are complete."""
 MOVE_DELAYED = "MoveDelayed"
-"""Copies ought to move, and cannot yet; the message says why."""
+"""Copies should move and cannot yet; the message gives the reason."""
 DEGRADED_SPREAD = "DegradedSpread"
 """Copies are kept in different domains of a narrower level than wanted (mode Preferred)."""
 MOVING = "Moving"
-"""A pod will have to leave its node; it trains on until its replacement is ready."""
+"""A pod must leave its node; it continues to train until its replacement is ready."""
 NO_ROOM_TO_MOVE = "NoRoomToMove"
-"""A pod will have to leave its node, and no node has room for its replacement: it stays until it is ended."""
+"""A pod must leave its node, and no node has room for its replacement: it stays until it is ended."""
 NODE_NOT_READY = "NodeNotReady"
-"""A node of the job is not ready, or its kubelet is silent. Its pods train on as long as they answer; new
-ones go elsewhere."""
+"""A node of the job is not ready, or its kubelet is silent.
+
+Its pods continue to train as long as they answer; new ones go elsewhere."""
 DEVICE_UNHEALTHY = "DeviceUnhealthy"
-"""The kubelet says that a device of a worker's pod is not well. Its next pod prefers other nodes."""
+"""The kubelet reports an unhealthy device of a worker's pod. Its next pod prefers other nodes."""
 OWNER_RESIZED = "OwnerResized"
-"""The workload that the job is attached to has another number of workers by now; the message names both."""
+"""The attached workload's number of workers has changed; the message gives both numbers."""
 INSUFFICIENT_DOMAINS = "InsufficientDomains"
 """Mode Required, and the nodes cannot satisfy it; the job waits."""
 INVALID_TEMPLATE = "InvalidTemplate"
-"""spec.template cannot be made into a pod; the message says what to change."""
+"""spec.template cannot be made into a pod; the message explains what to change."""
 INVALID_SPEC = "InvalidSpec"
-"""Another part of the spec cannot be used; the message says what to change."""
+"""Another part of the spec cannot be used; the message explains what to change."""
 
 MEMORY_TOO_SMALL = "MemoryTooSmall"
 """The memory volumes cannot hold the slots. Placed: the job does not start. Protected: no snapshots."""
 
 # Protected
 COPIES_COMPLETE = "CopiesComplete"
-"""A complete version lies in the tiers, and holders are as wanted."""
+"""The tiers hold a complete version, and holders are as required."""
 INTERFACE_MISSING = "InterfaceMissing"
-"""The same, but a worker lacks an interface that tiers.peer.interfaces names, or cannot use it; the message
-says which there are. Copies go over the others."""
+"""Copies are complete, but a worker lacks or cannot use an interface of tiers.peer.interfaces.
+
+The message lists the available ones. Copies go over the others."""
 WAITING_FOR_FIRST_VERSION = "WaitingForFirstVersion"
 """No version is complete on its holders yet."""
 UNPROTECTED_WORKERS = "UnprotectedWorkers"
@@ -110,44 +112,42 @@ UNPROTECTED_WORKERS = "UnprotectedWorkers"
 NO_COPIES = "NoCopies"
 """There are neither copies nor parity."""
 SIDECAR_RESTARTING = "SidecarRestarting"
-"""A sidecar has ended and is not back yet; the message says how long its kubelet waits. Training goes on."""
+"""A sidecar has ended; the message gives its kubelet's back-off. Training continues."""
 SIDECAR_NOT_ANSWERING = "SidecarNotAnswering"
-"""A sidecar does not answer, and its kubelet says nothing of it. Training goes on if it makes steps."""
+"""A sidecar does not answer; its kubelet reports no problem. Training continues if it makes steps."""
 SIDECAR_RESTARTED = "SidecarRestarted"
-"""A sidecar ended and was started again; no version was completed since. Training was not touched."""
+"""A sidecar was restarted; no version was completed since. Training was not interrupted."""
 CANNOT_SAVE = "CannotSave"
 """Something in the state cannot be captured, so no version is taken; the message names it."""
 INTERNAL_ERROR = "InternalError"
-"""A part of a sidecar failed in a way that nobody thought of, and was begun again; the message says which
-part and where."""
+"""A part of a sidecar failed unexpectedly and was restarted; the message names the part and the place."""
 REHEARSAL_FAILED = "RehearsalFailed"
-"""Something of the newest version would not come back from one tier; the message names the rank, the tier,
-the artifact and the place."""
+"""A tier cannot restore the newest version; the message names rank, tier, artifact and place."""
 BAD_REPORT = "BadReport"
-"""What a sidecar tells worker 0 cannot be true, or be reckoned with: it is refused, and the others go on."""
+"""A sidecar's report to worker 0 is invalid and refused; the other sidecars go on."""
 SOURCE_STALLED = "SourceStalled"
-"""Something that a restore would read from hangs at a worker: what was asked of it has not come back.
-Restores go on without it."""
+"""A read of a restore source hangs at a worker and has not returned. Restores go on without it."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
-"""The remote tier does not answer or refuses; the message says what to do."""
+"""The remote tier does not answer or refuses; the message explains what to do."""
 
 REMOTE_OWNED = "RemoteOwned"
-"""The job's folder in the remote tier belongs to another job, or to one of the same name in another cluster;
-the message says to which, and how to take it over."""
+"""The job's folder in the remote tier belongs to another job or to another cluster's job of that name.
+
+The message names the owner, and explains how to take the folder over."""
 
 # RemoteSafe
 REMOTE_NOT_SAFE = "RemoteNotSafe"
-"""The store does not keep a promise that is relied on; the message says which. Uploads go on."""
+"""The store does not give a guarantee that is relied on; the message names it. Uploads go on."""
 PROMISES_KEPT = "PromisesKept"
-"""When it was tried again, it kept them."""
+"""A later check found that the store gives the guarantees."""
 
 # Exact
 PROVEN = "Proven"
 """Every step that was trained again after the last restore is bitwise equal."""
 DIFFERS = "Differs"
-"""A step that was trained again gave something else; the message names the rank and what differs first."""
+"""A step trained again gave another result; the message names the rank and the first difference."""
 NOT_COMPARABLE = "NotComparable"
-"""No rank could compare a step; the message says why."""
+"""No rank could compare a step; the message gives the reason."""
 
 # DeltasActive
 EVERY_STEP = "EveryStep"
@@ -155,57 +155,57 @@ EVERY_STEP = "EveryStep"
 DELTAS_TURNED_OFF = "TurnedOff"
 """checkpoint.delta.mode is None: snapshots only."""
 DELTAS_OFF = "DeltasOff"
-"""Some worker takes no deltas although the job wants them; the message is its reason."""
+"""Some worker takes no deltas although the job requests them; the message is its reason."""
 
 # InProcess
 PROCESSES_STAY = "ProcessesStay"
-"""If a rank is lost, the processes of all others stay."""
+"""The other ranks' processes stay if a rank is lost."""
 PROCESSES_RESTART = "ProcessesRestart"
-"""Some or all would be started anew; the message names the first worker of them, and why."""
+"""Some or all processes would be restarted; the message names the first such worker and the reason."""
 
 # SparesReady
 SPARES_WAITING = "SparesWaiting"
 """All spares are ready."""
 SPARES_COMING = "SparesComing"
-"""Spares are being made, pulled or started; or they are made once every worker has a node."""
+"""Spares are being created, pulled or started, or will be once every worker has a node."""
 SPARES_UNSCHEDULABLE = "SparesUnschedulable"
-"""The scheduler finds no node for a spare; the message is the scheduler's. The job does without it."""
+"""The scheduler finds no node for a spare; the message is the scheduler's. The job goes on."""
 NO_SPARES = "NoSpares"
-"""None are wanted: spec.spares is 0, or the job does not train."""
+"""No spares are requested: spec.spares is 0, or the job does not train."""
 
 # FullSize
 ALL_WORKERS = "AllWorkers"
-"""It has."""
+"""The job has as many workers as its spec requests."""
 SHRUNK = "Shrunk"
-"""It goes on with fewer: no node took others for capacityTimeoutSeconds; the message says what it awaits."""
+"""No node took more workers within capacityTimeoutSeconds; the message names what the job waits for."""
 GROWING = "Growing"
-"""It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
+"""The job runs with fewer workers and has room again: it grows when few steps would be repeated."""
 
 # Throttled
 SIDECAR_THROTTLED = "SidecarThrottled"
-"""In a good part of the last minute; copies and restores are slow. The message has numbers."""
+"""Throttled for much of the last minute, so copies and restores are slow; the message has numbers."""
 NOT_THROTTLED = "NotThrottled"
-"""Not any more."""
+"""No sidecar is throttled."""
 
 # Evictable
 ONE_AT_A_TIME = "OneAtATime"
 """One worker may be evicted."""
 HELD_BY_RESTORE = "RestoreUnderWay"
-"""The state of a worker is on its way back: another loss might take the last copy."""
+"""A worker's state is being restored: another loss might destroy the last copy."""
 HELD_BY_MOVE = "MoveUnderWay"
-"""A replacement comes up for a pod that has to leave its node."""
+"""A replacement is starting for a pod that must leave its node."""
 HELD_BY_COPIES = "CopiesIncomplete"
-"""Restored, but the copies on the holders are not complete again."""
+"""The job is restored, but the copies on the holders are not complete again."""
 BUDGET_REFUSED = "BudgetRefused"
-"""The PodDisruptionBudget cannot be made or changed; the message says why. Training does not depend on it."""
+"""The PodDisruptionBudget cannot be written; the message gives the reason. Training goes on."""
 NO_BUDGET = "NoBudget"
-"""No PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is trained."""
+"""There is no budget: it is turned off, the pods are another controller's, or nothing trains."""
 
 # Restoring
 SETTLING = "Settling"
-"""A trainer failed; a moment is given to find out whether a pod or node loss explains it."""
+"""A trainer failed; the operator waits briefly for a pod or node loss that explains it."""
 HANDING_OVER = "HandingOver"
-"""A pod that is being ended still brings its holders what they lack."""
+"""A pod that is being ended still sends its holders the data that they lack."""
 WAITING_FOR_SIDECARS = "WaitingForSidecars"
 """Pods run, but not every sidecar has answered since the failure."""
 NOTHING_TO_RESTORE_FROM = "NothingToRestoreFrom"
@@ -213,11 +213,11 @@ NOTHING_TO_RESTORE_FROM = "NothingToRestoreFrom"
 RETRYING = "Retrying"
 """A restore failed; the next try follows shortly."""
 WAITING_FOR_TRAINERS = "WaitingForTrainers"
-"""Every rank's state is there, but not every launcher waits for the release; the message says why."""
+"""Every rank is restored, but not every launcher waits for the release; the message gives the reason."""
 HEALTH_CHECK_FAILED = "HealthCheckFailed"
-"""failurePolicy.healthCheck fails where it runs, no pod is moved for it now; the message has its words."""
+"""failurePolicy.healthCheck fails, and no pod is moved for it; the message has the check's output."""
 RESTORE_STALLED = "RestoreStalled"
-"""A restore makes no progress: nothing comes from what it waits for, and the message names that."""
+"""A restore makes no progress; the message names the source that delivers nothing."""
 COPYING = "Copying"
 """Ranks are being brought to the version of this attempt."""
 STARTING = "Starting"
@@ -237,7 +237,7 @@ ENDED = "Ended"
 SUSPEND_REQUESTED = "SuspendRequested"
 """spec.suspend is true."""
 SUSPENDING = "Suspending"
-"""Trainers are being stopped and sidecars upload what they owe."""
+"""Trainers are being stopped, and sidecars upload what is not yet uploaded."""
 RESUMED = "Resumed"
 """spec.suspend is false again."""
 
@@ -245,20 +245,20 @@ RESUMED = "Resumed"
 ALL_SUCCEEDED = "AllTrainersSucceeded"
 """Every training command exited with 0."""
 MAX_RESTARTS_EXCEEDED = "MaxRestartsExceeded"
-"""Training failed by itself more often than failurePolicy.maxRestarts allows, not getting on in between."""
+"""Training failed by itself, without progress, more often than failurePolicy.maxRestarts allows."""
 FAILURE_POLICY_RULE = "FailurePolicyRule"
 """A rule of failurePolicy.rules with action Fail applies; the message names it."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 """The job was active for longer than spec.activeDeadlineSeconds."""
 TORCH_MISSING = "TorchMissing"
-"""The training image has no usable torch; starting it again would not help."""
+"""The training image has no usable torch; a restart would not help."""
 CANNOT_START = "CannotStart"
-"""The training command cannot be started at all; starting it again would not help."""
+"""The training command cannot be started at all; a restart would not help."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason and a message, on their way to a condition."""
+    """The reason and message of a condition that is to be set."""
 
     reason: str
     message: str
@@ -267,13 +267,13 @@ class Finding:
 
 
 def listed(entries: Sequence[object], most: int) -> str:
-    """The first of them, and how many more there are."""
+    """Joins the first `most` entries, and states how many more there are."""
     more = f" and {len(entries) - most} more" if len(entries) > most else ""
     return ", ".join(map(str, entries[:most])) + more
 
 
 def numbered(numbers: Collection[int], most: int = 5, noun: str = "worker") -> str:
-    """ "worker 2", "workers 1, 2 and 3", with 3 as `most` "workers 0, 1, 2 and 61 more"."""
+    """Returns "worker 2", "workers 1, 2 and 3" or, with 3 as `most`, "workers 0, 1, 2 and 61 more"."""
     first, *more = sorted(set(numbers))
     if not more:
         return f"{noun} {first}"
@@ -283,63 +283,62 @@ def numbered(numbers: Collection[int], most: int = 5, noun: str = "worker") -> s
 
 
 def plural(count: int, noun: str) -> str:
-    """`3 steps`, `1 step`."""
+    """Returns `3 steps` or `1 step`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class Cause(str, Enum):
-    """`status.recovery.cause`. Of what is seen at once, later members explain earlier ones: a lost node
-    explains the crash of every trainer. Of what is seen later, see `explains`."""
+    """The values of `status.recovery.cause`.
+
+    Among causes seen at once, later members explain earlier ones: a lost node explains the crash of every
+    trainer. `explains` decides about causes seen later."""
 
     DIVERGED = "Diverged"
-    """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the
-    last good version."""
+    """The sanity gate refused rollbackAfterNonFinite steps in a row; the last good version is restored."""
     TRAINER_CRASH = "TrainerCrash"
     """A training command failed and nothing else explains it."""
     STEP_SUSPECTED = "StepSuspected"
-    """A rank called `suspect`: all go back to a version before the step, and make it again."""
+    """A rank called `suspect`: all ranks go back to a version before the step and repeat it."""
     OOM_KILLED = "OOMKilled"
-    """A training command failed because the kernel killed one of its processes for want of memory."""
+    """A training command failed because the kernel's OOM killer ended one of its processes."""
     RESTORE_FAILED = "RestoreFailed"
     """A rank could not be brought to the attempt's version. Explains the exit of its training command."""
     STATUS_OUTDATED = "StatusOutdated"
     """Sidecars or the remote tier know a newer attempt, signed by the operator, than the status does."""
     NODE_LEAVING = "NodeLeaving"
-    """A pod was moved before its node is emptied or Kubernetes ends it. Its old pod trained until then."""
+    """A pod was moved before its node is drained or Kubernetes ends it; the old pod trained until then."""
     POD_DELETED = "PodDeleted"
     HUNG = "Hung"
-    """Training made no step for far longer than usual. If the same worker held the others up twice in a row,
-    its pod is replaced elsewhere."""
+    """Training made no step for far longer than usual.
+
+    If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
     GPU_FAULT = "GPUFault"
-    """The driver told a rank that the hardware failed: its pod is replaced on another node."""
+    """The driver reported a hardware failure to a rank: its pod is replaced on another node."""
     STEP_DIFFERED = "StepDiffered"
-    """A suspected step gave other bits when it was made again, at one worker alone: its pod is replaced on
-    another node."""
+    """A suspected step gave other bits when one worker repeated it: that pod moves to another node."""
     START_FAILED = "StartFailed"
-    """A worker's command failed twice in a row before its first step on the same node, and no other's did:
-    its pod is replaced on another."""
+    """A worker's command, and no other's, failed twice on a node before its first step: its pod moves."""
     HEALTH_CHECK_FAILED = "HealthCheckFailed"
     """failurePolicy.healthCheck failed on a worker's node: its pod is replaced on another."""
     STUCK = "Stuck"
     """Processes of a training command outlive being killed: their pod is replaced on another node."""
     RESTORE_STALLED = "RestoreStalled"
-    """A worker cannot be restored where it is, because nothing comes from what it waits for: its pod is
-    replaced on another node, once."""
+    """A worker's restore stalls on a source that delivers nothing: its pod is replaced elsewhere, once."""
     SIDECAR_SILENT = "SidecarSilent"
-    """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
+    """A pod's sidecar stopped answering. Explains the operator's deletion that follows."""
     NODE_SILENT = "NodeSilent"
-    """Neither we nor its peers hear anything from a pod's host; Kubernetes may not know it yet."""
+    """Neither the operator nor peers can reach a pod's host; Kubernetes may not have noticed yet."""
     POD_FAILED = "PodFailed"
     POD_EVICTED = "PodEvicted"
     STORAGE_EXCEEDED = "StorageExceeded"
     """A kubelet ended a pod that used more local storage than its own limits allow."""
     NODE_LOST = "NodeLost"
     DOMAIN_LOST = "DomainLost"
-    """Every node of a failure domain (a rack, a zone) is lost, more than one."""
+    """Every node of a failure domain (a rack, a zone) with more than one is lost."""
     ALL_PODS_LOST = "AllPodsLost"
-    """Every pod at once: nothing is left in memory."""
+    """All pods were lost at once: nothing is left in memory."""
     GROWN = "Grown"
-    """A job that went on with fewer workers has room again, and begins an attempt with all of them."""
+    """A job with fewer workers than requested has room again, and begins an attempt with all of them."""
     RESUMED = "Resumed"
     """spec.suspend became false."""
     FIRST_START = "FirstStart"
@@ -351,9 +350,9 @@ class Cause(str, Enum):
         return list(Cause).index(self)
 
     def explains(self, earlier: Cause) -> bool:
-        """Whether `earlier`, which was seen first in the same failure, came from this. Otherwise this came
-        from it, or has nothing to do with it, and what was seen first stands: a node that is switched off
-        after a drain was drained.
+        """Returns whether `earlier`, seen first in the same failure, was caused by this.
+
+        If not, `earlier` stands: a node that is switched off after a drain was drained.
         """
         if earlier in (
             Cause.NODE_LEAVING,
@@ -376,18 +375,18 @@ class Cause(str, Enum):
 
     @property
     def planned(self) -> bool:
-        """Nothing failed: the job only starts, or ends, or grows."""
+        """Returns whether nothing failed: the job only starts, ends or grows."""
         return self in (Cause.GROWN, Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
 
     @property
     def own_fault(self) -> bool:
-        """Training is to blame: unless a rule says otherwise, it counts against failurePolicy.maxRestarts."""
+        """Returns whether training caused it: without another rule, it counts against maxRestarts."""
         itself = (Cause.TRAINER_CRASH, Cause.STEP_SUSPECTED, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
         return self in (*itself, Cause.STORAGE_EXCEEDED)
 
     @property
     def in_place(self) -> bool:
-        """If no pod was replaced either, trainers start again where they are, with all that memory held."""
+        """Returns whether, if no pod was replaced, trainers restart in place with their memory kept."""
         return self in (
             Cause.TRAINER_CRASH,
             Cause.STEP_SUSPECTED,
@@ -400,7 +399,7 @@ class Cause(str, Enum):
 
     @staticmethod
     def parse(text: str) -> Cause:
-        """Of a status; an unknown word counts as a restore that failed, which is nobody's fault."""
+        """Parses a cause in a status; an unknown one counts as a failed restore, which is not counted."""
         try:
             return Cause(text)
         except ValueError:

@@ -1,7 +1,7 @@
-"""Keeps the status small: an object that outgrows its store could not be written any more.
+"""Keeps the status small enough for the API server to store.
 
-Each field has a limit of its own; where all of them are reached at once, sentences give way first and
-decisions never.
+Each field has a limit of its own. If all are reached at once, messages are cut first, and fields that
+decisions read are cut last.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LIMIT = 17 * 1024
 _MESSAGES = 5000
 """Characters of the messages of all conditions together."""
 _LEAST = 40
-"""Characters of a message that are always left."""
+"""Characters. Messages are never cut to fewer."""
 
 _RECOVERIES = 3
-"""Of the history, that go only after sentences were cut."""
+"""The number of past recoveries that are dropped only after messages were cut."""
 
 
 def fit_status(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
-    """What is left of the record (all, unless that is too large), and that as the API spells it."""
+    """Returns the record, shortened if it is too large, and its rendering for the API."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES
     while bytes_of(raw := render_record(record)) > LIMIT:
@@ -34,7 +34,7 @@ def fit_status(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
         elif allowed > _LEAST:
             allowed //= 2
             record = _with_sentences(_with_messages(record, allowed), max(_LEAST, allowed // 8))
-        elif record.places:  # the least harm of what decisions look at: a node is tried once more
+        elif record.places:  # least harmful of the decisions' fields: a node is tried once more
             record = replace(record, places=record.places[:-1])
         else:
             break
@@ -49,7 +49,7 @@ def bytes_of(raw: Mapping[str, Any]) -> int:
 
 
 def longest_cut(lengths: Sequence[int], total: int) -> int:
-    """The greatest length to which all may be cut so that together they are not longer than `total`."""
+    """Returns the greatest length to which all must be cut for their sum to be at most `total`."""
     left, many = total, len(lengths)
     for length in sorted(lengths):
         if length * many > left:
@@ -86,7 +86,7 @@ def _with_sentences(record: JobRecord, most: int) -> JobRecord:
 
 
 def cut_sentences(summary: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    """Of a recovery that has ended; `most`: characters of each."""
+    """Cuts the texts of an ended recovery's summary to `most` characters each."""
     return {key: _cut(value, most) if isinstance(value, str) and key in SENTENCES else value
             for key, value in summary.items()}  # fmt: skip
 

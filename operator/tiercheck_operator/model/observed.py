@@ -1,8 +1,6 @@
 """Holds what one reconcile observes of the job, its pods, the nodes and the sidecars' reports.
 
-Nothing in it changes.
-
-Decisions never meet a raw object; `parsing` makes these of them.
+All of it is immutable. `parsing` makes these views, so that decisions never read raw objects.
 """
 
 from __future__ import annotations
@@ -22,51 +20,51 @@ from tiercheck_operator.model.spelling import OURS, As, At
 from tiercheck_operator.model.status import Condition, JobRecord, parse_record
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
-"""On pods: the nodes that it was told to stay away from, so that it can be freed when they are well."""
+"""Pod annotation: the nodes that the pod must avoid, so that this can be lifted when they recover."""
 ANNOTATION_GIVEN_UP = "tiercheck.io/given-up"
-"""On pods: `PodView.given_up`."""
+"""Pod annotation: `PodView.given_up`."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long the controller waits for what, in seconds."""
+    """The controller's timeouts, in seconds."""
 
     settle: float = 1.0
-    """After a trainer failed, for a pod or node loss that explains it."""
+    """Seconds after a trainer failure in which a pod or node loss may still explain it."""
     accused: float = 2.0
-    """For a silent sidecar from whose host peers hear nothing either."""
+    """Seconds for a silent sidecar that no peer can reach either."""
     suspect: float = 10.0
-    """For a silent sidecar while another worker's trainer has failed, or that peers say is closed."""
+    """Seconds for a silent sidecar while another trainer has failed, or peers report it as closed."""
     silent: float = 60.0
-    """For a silent sidecar when nothing else is wrong."""
+    """Seconds for a silent sidecar when nothing else is wrong."""
     isolated: float = 30.0
-    """For a node whose sidecars answer us while nobody else can reach them."""
+    """Seconds for a node with sidecars that answer the operator while no peer can reach them."""
     hand_over: float = 5.0
-    """For a pod that is ending to bring its holders what they lack, before the next attempt refuses it."""
+    """Seconds for an ending pod to send its holders what they lack, before the next attempt refuses it."""
     unclaimed: float = 8.0
-    """For a kubelet to take a new pod; one that lives does so in a second or two."""
+    """Seconds for a kubelet to accept a new pod; a live one does so in a second or two."""
     lease: float = 12.0
-    """Since a kubelet renewed its lease, which it does every ten."""
+    """Seconds since a kubelet renewed its lease, which it does every ten."""
     start: float = 120.0
-    """For a pod on a node to get its address, where others have one: volumes may take their time."""
+    """Seconds for a pod on a node to get its address while others have one: volumes may be slow."""
     start_said: float = 60.0
-    """The same where Kubernetes says why it does not start."""
+    """Seconds for the same if Kubernetes reports why the pod does not start."""
     place: float = 300.0
-    """For a node to be well, on which a pod did not start or that it had to leave once."""
+    """Seconds that a node is avoided after a pod failed to start or had to leave; doubled each time."""
     unschedulable: float = 30.0
-    """For a pod without a node, before the nodes it avoids are looked at again."""
+    """Seconds that a pod may lack a node before the nodes that it avoids are reconsidered."""
     capacity: float = 300.0
-    """For a node to take a pod before the job lacks capacity (`failurePolicy.capacityTimeoutSeconds`)."""
+    """Seconds without a node before capacity is lacking (`failurePolicy.capacityTimeoutSeconds`)."""
     suspend: float = 30.0
-    """For pods that were told to finish to end by themselves, before they are deleted."""
+    """Seconds for stopping pods to end by themselves before they are deleted."""
     flush: float = 600.0
-    """The same with a remote tier, to which they may still owe a version."""
+    """Seconds for the same with a remote tier, because a version may not be uploaded yet."""
     relocate: float = 5.0
-    """For a reason to move copies to last before they move; twelve times that where nothing is at risk."""
+    """Seconds that a reason to move copies must last; twelve times that if nothing is at risk."""
     grow: float = 60.0
-    """For room to last, before a job that went on smaller takes it."""
+    """Seconds that free room must last before a shrunk job grows into it."""
     retry: float = 10.0
-    """Between attempts to restore that failed, and between pods that never came up."""
+    """Seconds between failed restore attempts, and between pods that never started."""
 
 
 @dataclass(frozen=True)
@@ -82,33 +80,34 @@ class JobView:
     queue_labels: Annotated[Mapping[str, str], At("metadata.labels"), As(queue_entries)] = field(
         default_factory=dict
     )
-    """Of the job, to be handed on to its pods for a queue."""
+    """Labels of the job that its pods get, for a queue."""
     queue_annotations: Annotated[Mapping[str, str], At("metadata.annotations"), As(queue_entries)] = field(
         default_factory=dict
     )
     sidecar_image: Annotated[str, OURS] = ""
-    """What the sidecars of this job are, see `replacing.choose_sidecar_image`; empty: not known yet."""
+    """The image of the job's sidecars, see `replacing.choose_sidecar_image`; empty: not known yet."""
     cluster: Annotated[str, OURS] = ""
-    """UID of the cluster's namespace kube-system, for its pods; empty: not known (yet)."""
+    """UID of the cluster's namespace kube-system, for the job's pods; empty: not known (yet)."""
 
     @property
     def identity(self) -> str:
-        """What pods and sidecars know the job by: its UID, or if it is attached its owner's, because such
-        pods come before it."""
+        """The UID by which pods and sidecars identify the job: its own, or its owner's if it is attached.
+
+        Attached pods are created before their job."""
         return self.uid if self.spec.attach is None else self.spec.attach.uid
 
 
 class ContainerState(str, Enum):
-    """The kubelet's last word about a container. A kubelet that has died takes nothing back."""
+    """The last state of a container that its kubelet reported; a dead kubelet leaves it as it was."""
 
     UNBORN = "Unborn"
-    """It has not run yet: its image is being pulled, others run before it."""
+    """It has not run yet: its image is being pulled, or other containers run before it."""
     STARTING = "Starting"
     """It runs, and its startup probe has not passed."""
     UP = "Up"
     ENDED = "Ended"
     HELD_BACK = "HeldBack"
-    """It has ended, and waits to be started again: back-off, an image that has to be pulled anew."""
+    """It has ended and waits for its restart: back-off, or an image that must be pulled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +116,22 @@ class ContainerView:
 
     restarts: int = 0
     ended_reason: str = ""
-    """Of its last end: OOMKilled, Error, ...; empty: it has not ended yet."""
+    """The reason of its last end: OOMKilled, Error, ...; empty: it has not ended yet."""
     ended_at: float | None = None
     exit_code: int | None = None
     memory_limit: str = ""
-    """As the pod's spec has it; empty: none."""
+    """The memory limit as in the pod's spec; empty: none."""
     state: ContainerState = ContainerState.UNBORN
     back_off: float = 0.0
-    """Seconds from the last end to the next start, as the kubelet says; 0: it names none."""
+    """Seconds from the last end to the next start, as the kubelet reports; 0: it names none."""
     restartable: bool = True
-    """When it fails, the kubelet is to start it again."""
+    """True if the kubelet restarts it after a failure."""
     since: float | None = None
-    """Since when the kubelet says all this, by the operator's clock; None: not known."""
+    """Time since which the kubelet reports this state, by the operator's clock; None: not known."""
 
     @property
     def restarting(self) -> bool:
-        """It ran before, and the kubelet says that it is not back yet."""
+        """Returns whether it ran before and, by the kubelet's report, does not run again yet."""
         again = self.state is ContainerState.STARTING and self.restarts > 0
         return again or self.state in (ContainerState.ENDED, ContainerState.HELD_BACK)
 
@@ -147,7 +146,7 @@ class PodView:
     uid: str
     job_uid: str
     worker: int
-    """SPARE: the pod is a spare that has no worker's identity yet."""
+    """The worker's index; SPARE: the pod is a spare that has no worker's identity yet."""
     incarnation: int
     node: str | None
     ip: str | None
@@ -155,43 +154,42 @@ class PodView:
     created: float
     namespace: str = ""
     attached: str = ""
-    """Its annotation of that name, which tells what it was attached to; empty: it is a pod of our own."""
+    """The annotation of that name, an `Attachment`; empty: the operator made the pod."""
     deleting: bool = False
     deleted_at: float | None = None
-    """When the deletion was asked for (not when its grace ends)."""
+    """The time when the deletion was requested (not when its grace period ends)."""
     disruption: str = ""
     """Reason of the DisruptionTarget condition, or of the pod's status (Evicted, ...)."""
     message: str = ""
-    """What Kubernetes says about why the pod does not run; empty if nothing."""
+    """Kubernetes' explanation why the pod does not run; empty if there is none."""
     held: str = ""
-    """The kubelet's word for why a container of it does not start, which stands in the message: ErrImagePull,
-    CreateContainerConfigError, ..."""
+    """The kubelet's reason in `message` for a container that does not start: ErrImagePull, ..."""
     unschedulable_since: float | None = None
     claimed: bool = True
-    """Its node's kubelet has taken it, or it has no node yet."""
+    """True if its node's kubelet has accepted it, or it has no node yet."""
     sidecar_image: str = ""
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
     housed_since: float | None = None
-    """Since when it has its node, by the operator's clock; None: it has none, or that is not known."""
+    """Time since which it has its node, by the operator's clock; None: no node, or not known."""
     remade_since: float | None = None
-    """Since when its kubelet makes its sandbox anew, by the operator's clock; None: it does not."""
+    """Time since which its kubelet recreates its sandbox, by the operator's clock; None: it does not."""
     ill: str = ""
-    """What its kubelet says of a device of it that is not well, as a clause."""
+    """The kubelet's report of an unhealthy device of the pod, as a clause; empty: none."""
     gates: tuple[str, ...] = ()
-    """Scheduling gates still on it: somebody else, usually a queue, decides when it may be scheduled."""
+    """Scheduling gates still on it: another controller, usually a queue, decides when to schedule it."""
     spare: int | None = None
-    """Its number, if it was made as a spare, whether it is one still or not."""
+    """Its number if it was created as a spare, even if it has become a worker."""
     resource_version: str = ""
     given_up: str = ""
-    """A cause, a colon, why we gave the pod up: noted when we deleted it, as its end looks like any other."""
+    """A cause, a colon and the reason why the operator deleted the pod: its end alone does not show them."""
     first_port: int | None = None
-    """Of its sidecar's, where they are not the usual ones."""
+    """The first of its sidecar's ports; None: the usual ones."""
 
     @property
     def address(self) -> str:
-        """By which its sidecar is reached; empty: it has none yet."""
+        """The address of its sidecar; empty: it has none yet."""
         return join_address(self.ip, self.first_port) if self.ip else ""
 
     @property
@@ -204,7 +202,7 @@ class PodView:
 
     @property
     def unschedulable(self) -> bool:
-        """The scheduler finds no node for it."""
+        """Returns whether the scheduler finds no node for it."""
         return self.node is None and self.unschedulable_since is not None
 
 
@@ -213,18 +211,18 @@ class NodeView:
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
-    """Why Kubernetes does not trust the node; empty: it does. `lost_nodes` says if its pods are lost."""
+    """Why Kubernetes reports the node as down; empty: it does not. `lost_nodes` decides about its pods."""
     out_of_service: bool = False
-    """An admin says that it is down for good."""
+    """True if an administrator has marked it as down for good."""
     kubelet: str = ""
-    """Its version."""
+    """The kubelet's version."""
     leaving: str = ""
-    """Why its pods had better leave it, as a clause; empty: they may stay."""
+    """The reason why its pods should leave it, as a clause; empty: they may stay."""
     conditions: Mapping[str, str] = field(default_factory=dict)
-    """Status by type: those of Kubernetes, and of whatever watches the hardware."""
+    """Status by type: Kubernetes' own conditions and those of hardware monitors."""
     schedulable: bool = True
     cordoned: bool = False
-    """Somebody means to empty it: it keeps no copies if there is another way."""
+    """True if it is to be drained: it holds copies only if there is no other way."""
 
     @property
     def hostname(self) -> str:
@@ -233,46 +231,46 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the API server answered to an action that it has not taken since."""
+    """The API server's last refusal of an action that has not succeeded since."""
 
     sentence: str
     again_at: float
-    """Unix seconds when it is asked again."""
+    """Unix seconds of the next try."""
     tries: int = 1
     told: bool = True
-    """Whether it is worth a word in the status: a moment of trouble is not."""
+    """True if the status reports it: a brief problem is not reported."""
 
 
 class HostSign(str, Enum):
-    """What came back from where a sidecar that does not answer should be."""
+    """The result of a connection to the address of a sidecar that does not answer."""
 
     NOTHING = "Nothing"
     REFUSED = "Refused"
-    """Its host lives, and nobody listens there."""
+    """The host is alive, and no process listens on the port."""
     ACCEPTED = "Accepted"
-    """Its host lives, and so does a process that has no time, or hangs."""
+    """The host is alive, and a process accepts connections but is overloaded or hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known from one pod's sidecar. Times are unix seconds by the operator's `SteadyClock`."""
+    """The last report of one pod's sidecar. Times are unix seconds by the operator's `SteadyClock`."""
 
     report: Report | None
     answered_at: float | None
     silent_since: float | None
-    """First call in vain since the last answer; None: the last call was answered."""
+    """The time of the first failed call since the last answer; None: the last call was answered."""
     host: HostSign = HostSign.NOTHING
-    """While it is silent."""
+    """The sign of life from its host while it is silent."""
     failure: str = ""
-    """The same: what becomes of calls to it, as a clause; empty: not known."""
+    """The error of calls to it while it is silent, as a clause; empty: not known."""
     stepped_at: float | None = None
-    """When its trainer was last heard to have made a step in the attempt of the report."""
+    """The time when its trainer was last reported to have made a step in the report's attempt."""
     held_at: float | None = None
-    """When `report.holdings` were told, if an earlier answer did."""
+    """The time when an earlier answer brought `report.holdings`; None: none did."""
 
     @property
     def holdings_at(self) -> float | None:
-        """When it last told what it holds; None: never, or that was forgotten."""
+        """The time when it last reported its holdings; None: never, or they were dropped."""
         told = self.report is not None and self.report.tells_holdings
         return self.answered_at if told else self.held_at
 
@@ -282,56 +280,56 @@ class Observation:
     now: float
     job: JobView
     pods: tuple[PodView, ...]
-    """Of workers."""
+    """The pods of workers."""
     nodes: Mapping[str, NodeView]
     reports: Mapping[str, WorkerReport]
-    """By pod UID."""
+    """The sidecars' reports, by pod UID."""
     placement: SavedPlacement | None
     spares: tuple[PodView, ...] = ()
-    """Pods that are no worker's yet."""
+    """Pods that have no worker's identity yet."""
     patience: Patience = Patience()
     unwelcome: frozenset[str] = frozenset()
-    """Names of nodes that other jobs avoid: new pods go elsewhere if that is possible."""
+    """Names of nodes that other jobs avoid: new pods go elsewhere if possible."""
     have_service: bool = True
     have_credentials: bool = True
-    """Whether the job's Secret is there."""
+    """True if the job's Secret exists."""
     knows_credentials: bool = True
-    """Whether the operator has what is in it, or was."""
+    """True if the operator has the Secret's present or last contents."""
     have_gang: bool = False
     gang_problem: str = ""
-    """Why it cannot be had, as a sentence."""
+    """The reason why there is no PodGroup, as a sentence."""
     kubelets: Mapping[str, float] = field(default_factory=dict)
-    """By node: when its kubelet, which does not take a pod, was heard of by its lease, unix seconds."""
+    """Unix seconds of the kubelet's last lease renewal, by node where a pod is not accepted."""
     owner_size: int | None = None
-    """Workers that the workload has now to which the job is attached; None: not known."""
+    """The present number of workers of the attached workload; None: not known."""
     refused: Mapping[int | str, Refusal] = field(default_factory=dict)
-    """By `actions.subject_of`: a worker, SPARE, the UID of a pod."""
+    """Refused actions by `actions.subject_of`: a worker, SPARE, the UID of a pod."""
     names_taken: frozenset[str] = frozenset()
-    """Names of pods that are not this job's."""
+    """Names that pods of others in the namespace already have."""
     budget: int | None = None
     """minAvailable of the job's PodDisruptionBudget; None: there is none."""
     budget_problem: str = ""
-    """Why it cannot be as wanted, as a sentence."""
+    """The reason why the budget cannot be as required, as a sentence."""
 
     @cached_property
     def size(self) -> int:
-        """Workers that the job goes on with: those of its spec, or fewer while no node takes the others."""
+        """The number of workers in use: that of the spec, or fewer while nodes are lacking."""
         size, asked = self.job.status.size, self.job.spec.workers
         return size.workers if size is not None and 0 < size.workers < asked else asked
 
     @cached_property
     def shrunk(self) -> bool:
-        """Whether the job goes on with fewer workers than its spec asks for."""
+        """Returns whether the job runs with fewer workers than its spec requests."""
         return self.size < self.job.spec.workers
 
     @cached_property
     def copies(self) -> int:
-        """Of each worker's state: in a smaller job at most as many as there are others."""
+        """The number of copies of each worker's state: in a shrunk job at most one per other worker."""
         return min(self.job.spec.copies, self.size - 1) if self.shrunk else self.job.spec.copies
 
     @cached_property
     def wanted_spares(self) -> int:
-        """Those of the spec, and one for each worker that a smaller job lacks: with these it grows back."""
+        """The spec's number, and one for each worker that a shrunk job lacks: with these it grows back."""
         return self.job.spec.spares + self.job.spec.workers - self.size
 
     @property
@@ -349,7 +347,7 @@ class Observation:
 
     @cached_property
     def living(self) -> tuple[PodView, ...]:
-        """Pods of workers that have not ended, and that nobody ends."""
+        """Pods of workers that have not ended and are not being deleted."""
         return tuple(pod for pod in self.pods if not (pod.terminal or pod.deleting))
 
     @cached_property
@@ -360,21 +358,21 @@ class Observation:
 
     @cached_property
     def last_words(self) -> tuple[Report, ...]:
-        """The newest reports that are of the current attempt, those of lost pods too, under the numbers that
-        sidecars have of themselves."""
+        """The current attempt's newest reports, lost pods' too, with the sidecars' own worker numbers."""
         found = (known.report for known in self.reports.values())
         return tuple(each for each in found if each is not None and each.attempt == self.job.status.attempt)
 
     @cached_property
     def newest_reports(self) -> Mapping[str, Report]:
-        """The newest report of each sidecar, by pod UID, as that of the worker that the pod is."""
+        """The newest report of each sidecar, by pod UID, with the worker number of the pod."""
         found = {pod.uid: self.report(pod) for pod in self.all_pods}
         return {uid: report for uid, report in found.items() if report is not None}
 
     @cached_property
     def all_trainers_well(self) -> bool:
-        """Whether no training command of the attempt failed, stands still, finds no place to begin in, or
-        gave other bits for a step that it had suspected."""
+        """Returns whether no training command of the attempt has a problem.
+
+        Problems: it failed, hangs, is stuck or unhealthy, or repeated a suspected step with other bits."""
         trainers = [report.trainer for report in self.current_reports.values()]
         failed = any(trainer.state is TrainerState.FAILED for trainer in trainers)
         stalled = any(trainer.stalled_since is not None for trainer in trainers)
@@ -384,11 +382,11 @@ class Observation:
 
     @cached_property
     def conditions(self) -> Mapping[str, Condition]:
-        """Those that the job has been told to have, by type."""
+        """The conditions of the job's status, by type."""
         return {entry.type: entry for entry in self.job.status.conditions}
 
     def report(self, pod: PodView) -> Report | None:
-        """The newest report of the pod's sidecar, as of the worker that the pod is: it may not know yet."""
+        """Returns the sidecar's newest report with the pod's worker number, which it may not have yet."""
         known = self.reports.get(pod.uid)
         report = known.report if known else None
         if report is None or pod.worker in (SPARE, report.worker):
@@ -396,7 +394,7 @@ class Observation:
         return replace(report, worker=pod.worker)
 
     def why_leaving(self, pod: PodView) -> str:
-        """Why the pod will have to go, as a clause; empty: it need not."""
+        """Returns why the pod must leave, as a clause; empty: it need not."""
         node = self.nodes.get(pod.node) if pod.node else None
         if node is not None and node.leaving:
             return f"node {node.name} will be emptied: {node.leaving}"
@@ -407,16 +405,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class Findings:
-    """What this reconcile found out, beyond the record itself."""
+    """The findings of this reconcile that the record does not hold."""
 
     unplaced: Finding | None = None
-    """Why pods or copies have no place."""
+    """The reason why pods or copies have no place."""
     placed: Finding | None = None
     """Set when the placement was made in this reconcile."""
     waiting: Finding | None = None
-    """What the next attempt waits for."""
+    """The reason why the next attempt waits."""
     copied: bool = False
-    """Every copy that the placement asks for has been made, of some version."""
+    """True if every copy that the placement requires is complete for some version."""
     suspended: bool = False
     suspending: bool = False
     completed: bool = False
@@ -424,15 +422,15 @@ class Findings:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended."""
+        """Returns whether the job has ended."""
         return self.completed or self.failed is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be trained now."""
+        """Returns whether no training is due."""
         return self.over or self.suspended or self.suspending
 
 
 def soonest(*seconds: float | None) -> float | None:
-    """The least of those that are given."""
+    """Returns the least of those that are not None."""
     return min((entry for entry in seconds if entry is not None), default=None)

@@ -1,4 +1,4 @@
-"""Makes the controller's views of the API's objects: a strange object must not stop a decision."""
+"""Parses API objects into the controller's views; a malformed object must not stop a decision."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from tiercheck_operator.model.status import parse_time
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
 UNREADABLE = "unreadable"
-"""Key of why a job could not be kept as it is: none that a job has."""
+"""The key, which no object has, under which a shell states why the object could not be read."""
 LONGEST_ATTACHMENT = 4096
-"""Characters of an annotation that are read: anybody may write one."""
+"""Characters of an annotation that are read: any user of the namespace may write one."""
 _LONGEST_TEXT, _MOST_NAMES = 1000, 128
-"""Characters of a text, and names in a list, that are kept of a pod: there may be thousands of each job."""
+"""Characters of a text, and names in a list, that are kept per pod: a job may have thousands of pods."""
 _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
-"""What a kubelet says of a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
+"""The kubelet's message for a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
 
 
 # Sources of the taints: kubernetes/autoscaler `utils/taints`, Karpenter's "Disruption" page,
 # aws-node-termination-handler's configuration (TAINT_NODE), and what GKE's maintenance handler sets. Soft
-# ones (DeletionCandidateOfClusterAutoscaler, rebalance-recommendation) are left out: most of them are taken
-# back.
+# ones (DeletionCandidateOfClusterAutoscaler, rebalance-recommendation) are omitted: most are removed again.
 LEAVING_TAINTS = frozenset(
     {
         "karpenter.sh/disrupted",
@@ -51,7 +50,7 @@ LEAVING_TAINTS = frozenset(
         "aws-node-termination-handler/asg-lifecycle-termination",
     }
 )
-"""Whoever sets one will end the node's pods, after a while or at a deadline."""
+"""Taints of controllers that will end the node's pods, after a while or at a deadline."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,12 @@ class NodeSigns:
     taints: frozenset[str] = frozenset()
     """Keys that count like LEAVING_TAINTS."""
     conditions: frozenset[tuple[str, str]] = frozenset()
-    """(type, status) of node conditions that mean that a node is bad, such as ("KernelDeadlock", "True")."""
+    """(type, status) of node conditions that mark a node as bad, such as ("KernelDeadlock", "True")."""
     cordon_moves: bool = False
-    """Whether a cordon alone makes the pods leave; else it keeps new pods and copies away until evictions."""
+    """True if a cordon alone makes pods leave; else it only keeps new pods and copies away."""
 
     def leaving(self, spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-        """Why pods had better leave the node, as a clause; empty: they may stay."""
+        """Returns why pods should leave the node, as a clause; empty: they may stay."""
         for taint in spec.get("taints") or []:
             if taint.get("key") in LEAVING_TAINTS | self.taints and taint.get("effect") != "PreferNoSchedule":
                 return f"it is tainted {taint['key']}"
@@ -81,10 +80,9 @@ NO_SETTINGS = NodeSigns()
 
 
 def parse_signs(taints: str, conditions: str, cordon: str) -> NodeSigns:
-    """From settings: `taints` and `conditions` with commas between, a condition as Type or Type=Status,
-    `cordon` Avoid or Move.
+    """Parses the settings: `taints` and `conditions` separated by commas, `cordon` Avoid or Move.
 
-    Raises ValueError with a sentence.
+    A condition is Type or Type=Status. Raises ValueError with a sentence.
     """
     if cordon not in ("", "Avoid", "Move"):
         raise ValueError(f"{cordon!r} is neither Avoid nor Move")
@@ -101,14 +99,14 @@ def _listed(text: str) -> Sequence[str]:
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobView:
-    """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what did not."""
+    """Parses a job. Raises KeyError, TypeError or ValueError on what violates the CRD's schema."""
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
     return read_as(JobView, raw)
 
 
 def identity_of(raw: Mapping[str, Any]) -> str:
-    """Of a TierCheckJob as the API gives it: what its pods know it by (`JobView.identity`)."""
+    """Returns the UID by which a raw TierCheckJob's pods identify it (`JobView.identity`)."""
     owner = ((raw.get("spec") or {}).get("attach") or {}).get("owner") or {}
     return str(owner.get("uid") or raw["metadata"]["uid"])
 
@@ -118,11 +116,10 @@ def _int(value: Any) -> int | None:
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
-    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload
-    that the pod was attached for.
+    """Parses a pod of a job; None unless its labels and controller match a job or an attached workload.
 
-    Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods
-    are only looked up in that of their job. May raise anything on what no API server's schema lets through.
+    Any user may label pods. A user who can also write owner references is still confined to one namespace,
+    because pods are only looked up in their job's. May raise anything on an object that violates the schema.
     """
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
@@ -165,14 +162,14 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         phase=_shared(status.get("phase") or "Pending"),
         created=created,
         namespace=_shared(metadata.get("namespace") or ""),
-        # What is no ASCII is not ours, as any other text is.
+        # `Attachment.to_json` writes ASCII only, so any other text counts as invalid.
         attached=attached[: LONGEST_ATTACHMENT + 1] if attached.isascii() else "-",
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
         disruption=_text(disruption or status.get("reason")),
         message=_text(_pod_message(status, scheduled if unschedulable else {})),
         held=_shared(_text(held[1]) if held else ""),
-        # A kubelet that takes a pod says since when (PodStatus of the API reference).
+        # A kubelet that accepts a pod sets its startTime (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
         if unschedulable
@@ -199,12 +196,12 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
 
 
 def _text(value: object) -> str:
-    """What others wrote, as much of it as a person reads."""
+    """Returns a foreign text, cut to a readable length."""
     return str(value or "")[:_LONGEST_TEXT]
 
 
 def _shared(text: object) -> str:
-    """One string for all the pods that say the same: of thousands, these are most of what is kept."""
+    """Interns a text that many pods share: such texts are most of the memory of thousands of pods."""
     return sys.intern(str(text))
 
 
@@ -213,8 +210,7 @@ def _group(maker: Mapping[str, Any]) -> str:
 
 
 def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any]:
-    """UIDs that a pod of this controller may have in the label of its job: the job's own, or that of the
-    workload that it is attached to."""
+    """Returns the job UIDs that a pod of this controller may claim: its job's or attached workload's."""
     group = _group(maker)
     if not maker.get("uid") or (group == names.API_GROUP and maker.get("kind") != names.KIND):
         return set()
@@ -225,7 +221,7 @@ def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any
 
 
 def trainer_name(attached: str) -> str:
-    """Of the container that trains; in an attached pod its annotation tells."""
+    """Returns the name of the training container; an attached pod's annotation names it."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(parse_json(attached, LONGEST_ATTACHMENT)["container"])
     return names.TRAINER_CONTAINER
@@ -237,8 +233,7 @@ def _named(entries: Any, name: str) -> Mapping[str, Any]:
 
 def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> ContainerView:
     spec, status = _named(specs, name), _named(statuses, name)
-    # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in
-    # state.
+    # A restarted container has its last end in lastState; one that has not restarted may have it in state.
     state, last = status.get("state") or {}, status.get("lastState") or {}
     ended = state.get("terminated") or last.get("terminated") or {}
     return ContainerView(
@@ -254,13 +249,13 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
 
 
 def _makes_sandbox_anew(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
-    """Of a pod that ran (KEP-3085). `remade_since` is dated by who receives it."""
+    """Returns whether a pod's sandbox is being recreated (KEP-3085); `date_pod` sets `remade_since`."""
     ready = (conditions.get("PodReadyToStartContainers") or {}).get("status")
     return status.get("phase") == "Running" and ready == "False"
 
 
 def _ill_device(status: Mapping[str, Any]) -> str:
-    """KEP-4680: `allocatedResourcesStatus` of each container."""
+    """Returns the first unhealthy device in `allocatedResourcesStatus` (KEP-4680) as a clause."""
     for container in status.get("containerStatuses") or []:
         for resource in container.get("allocatedResourcesStatus") or []:
             for device in resource.get("resources") or []:
@@ -299,7 +294,7 @@ def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str
 
 
 def _held(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first container that its kubelet does not start, the kubelet's word for why, and its sentence."""
+    """Returns the first container that is not started, and the kubelet's reason and message."""
     for entry in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (entry.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "", "PodInitializing", "ContainerCreating"):
@@ -308,7 +303,7 @@ def _held(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeView:
-    """Raises ValueError for one that could not be read."""
+    """Parses a node. Raises ValueError if the object could not be read."""
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}

@@ -1,4 +1,4 @@
-"""Writes and reads a placement, for the controller that made it and whoever looks at the job.
+"""Writes and reads a placement, for the controller that made it and for users who inspect the job.
 
 It is kept in a ConfigMap of the job, one line per worker: too long for the status of a large job.
 """
@@ -16,7 +16,7 @@ from tiercheck.protocol.plain_json import parse_json
 
 _Workers = tuple[int, ...]
 _ROOM = 900_000
-"""Characters of a ConfigMap that is far from the 1 MiB which the API server allows."""
+"""Characters of the data. Leaves a margin below the 1 MiB that the API server allows."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ class CodeGroup:
     """Workers by index. Block j of the members' artifacts lies at holders[j]; no holder is a member."""
 
     members: tuple[int, ...]
-    """In coding order."""
+    """The members in coding order."""
     holders: tuple[int, ...]
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All that the group rests on. As many of them as it has holders may be lost at once."""
+        """All members and holders. As many of them as there are holders may be lost at once."""
         return self.members + self.holders
 
 
 @dataclass(frozen=True)
 class SavedMember:
-    """A worker's pod when the placement was made."""
+    """A worker's pod at the time of the placement."""
 
     worker: int
     pod: str
@@ -47,15 +47,15 @@ class SavedMember:
 
 @dataclass(frozen=True)
 class SavedDomains:
-    """Labels of the members' nodes, for whoever looks at the job and may not read nodes."""
+    """Labels of the members' nodes, for users who may read the job but not nodes."""
 
     keys: tuple[str, ...]
-    """Of the job's levels, widest first."""
+    """The label keys of the job's levels, widest first."""
     values: tuple[tuple[str, tuple[str, ...]], ...]
-    """By node, in their order; empty where the node's labels do not say."""
+    """The label values by node, in the order of `keys`; empty where the node lacks the label."""
 
     def labels(self) -> dict[str, dict[str, str]]:
-        """By node, as the nodes had them."""
+        """The labels by node."""
         return {
             node: {k: v for k, v in zip(self.keys, values, strict=True) if v} for node, values in self.values
         }
@@ -63,16 +63,16 @@ class SavedDomains:
 
 @dataclass(frozen=True)
 class Replanning:
-    """What re-planning has to remember. Times are unix seconds."""
+    """The state that re-planning keeps between reconciles. Times are unix seconds."""
 
     checked: str = ""
-    """Digest of what the placement was last compared with; while that is the same, nothing is decided."""
+    """Digest of the last compared inputs; while it is unchanged, the placement is not compared again."""
     wish: str = ""
-    """Digest of the moves that would be made, if they are still wanted in a while; empty: none."""
+    """Digest of the moves to be made if they stay desirable for a while; empty: none."""
     since: float = 0.0
-    """Since when."""
+    """The time since which these moves have been desirable."""
     moved: float = 0.0
-    """When moves last began."""
+    """The time when moves last began."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,19 @@ class SavedPlacement:
     attempt: int
     members: tuple[SavedMember, ...]
     groups: tuple[CodeGroup, ...] = ()
-    """With parity in place of copies."""
+    """The code groups, with parity in place of copies."""
     domains: SavedDomains | None = None
-    """Where the nodes stood; None: not written down."""
+    """The members' topology labels; None: not recorded."""
     leaving: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(worker, those of its holders that stop when the others are complete)."""
+    """(worker, its holders that stop holding once the others are complete)."""
     replanning: Replanning = Replanning()
 
     def holders(self) -> dict[int, tuple[int, ...]]:
-        """Everybody who keeps copies now."""
+        """Returns the present holders by worker, including those that are about to stop."""
         return {member.worker: member.holders for member in self.members}
 
     def lasting(self) -> dict[int, tuple[int, ...]]:
-        """Without those that are about to stop."""
+        """Returns the holders by worker, without those that are about to stop."""
         gone = dict(self.leaving)
         return {
             member.worker: tuple(
@@ -104,11 +104,11 @@ class SavedPlacement:
         }
 
     def same_holders(self, other: SavedPlacement) -> bool:
-        """Whether the two ask the same of every worker."""
+        """Returns whether both placements require the same of every worker."""
         return (self.members, self.groups, self.leaving) == (other.members, other.groups, other.leaving)
 
     def with_holders(self, holders: Mapping[int, tuple[int, ...]]) -> SavedPlacement:
-        """With other holders for these workers."""
+        """Returns the placement with other holders for these workers."""
         members = (
             replace(member, holders=holders.get(member.worker, member.holders)) for member in self.members
         )
@@ -116,15 +116,16 @@ class SavedPlacement:
 
 
 def placement_name(job: str) -> str:
-    """The ConfigMap of the job of that name."""
+    """Returns the name of the job's placement ConfigMap."""
     return f"{job}-placement"
 
 
 def placement_data(placement: SavedPlacement) -> dict[str, str]:
-    """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with
-    parity, one per group: members, holders; `leaving`, while copies move: worker, holders that stop;
-    `replanning` is one JSON object; `nodes`, as far as there is room, the keys of the levels' labels, and
-    then one per node: node, values."""
+    """Renders a placement as the data of a ConfigMap, with one JSON list per line.
+
+    `workers`: worker, pod, pod UID, incarnation, node, holders; `groups`, with parity: members, holders;
+    `leaving`, while copies move: worker, holders that stop; `nodes`, if there is room: the keys of the
+    levels' labels, then one line per node with its name and values. `replanning` is one JSON object."""
     data = {
         "attempt": str(placement.attempt),
         "workers": _lines(
@@ -143,7 +144,7 @@ def placement_data(placement: SavedPlacement) -> dict[str, str]:
 
 
 def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
-    """Raises ValueError if it was not made by `placement_data`."""
+    """Parses the data of `placement_data`. Raises ValueError for any other data."""
     try:
         members = convert(_rows(data["workers"]), list[tuple[int, str, str, int, str, _Workers]])
         groups = convert(_rows(data.get("groups")), list[tuple[_Workers, _Workers]])

@@ -1,9 +1,8 @@
-"""Reads and writes frozen dataclasses, quantities and durations as the API spells them.
+"""Converts between frozen dataclasses and API objects, and parses quantities and durations.
 
-Each field is named once, where it is declared.
-
-A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says.
-It is not written at its default. Why not msgspec: docs/design/029-the-house.md.
+Each field is named once, where it is declared. Its API name is its own name in camelCase, or the path in
+`Annotated[..., At("elsewhere.inTheObject")]`. A field that equals its default is not written.
+docs/design/029-the-house.md explains why this is not msgspec.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class At:
-    """Names from the outside in, with dots between; empty: the object that the class itself is read from."""
+    """A field's path in the object, with dots; empty: the object from which the class itself is read."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class As:
-    """How the API has a value: `read` makes ours of it, `write` its own of ours. None: as the type says."""
+    """Converters of a field: `read` from the API, `write` to it; None: by the field's type."""
 
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any], Any] | None = None
 
 
 ALWAYS = object()
-"""Of a field that is written at its default too."""
+"""Marks a field that is written even if it equals its default."""
 OURS = object()
-"""Of a field that the object does not have."""
+"""Marks an internal field that the API object does not have."""
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
@@ -48,15 +47,16 @@ class _Field(NamedTuple):
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
     absent: Any
-    """What it is if the object does not say; MISSING: the object has to."""
+    """The value if the object lacks the field; MISSING: the field is required."""
     unwritten: Any
-    """The value at which it is left out."""
+    """The value at which the field is not written."""
 
 
 def read_as(kind: type[T], raw: Mapping[str, Any]) -> T:
-    """What the object says, and defaults for the rest.
+    """Reads a dataclass from an API object, with defaults for fields that are absent.
 
-    Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, anything on nonsense.
+    Null, empty lists and empty objects count as absent. Raises KeyError if a required field is missing, and
+    may raise any exception on invalid values.
     """
     values = {}
     for field in _plan(_known(kind)):
@@ -73,8 +73,8 @@ def read_as(kind: type[T], raw: Mapping[str, Any]) -> T:
 
 
 def spell(value: Any) -> Any:
-    """The object of a dataclass; lists and objects of what holds some. Without None and empty objects."""
-    if type(value) in _PLAIN:  # most are, and to ask whether one is a Mapping takes far longer
+    """Converts a dataclass, or a tuple or mapping of them, to API form without None and empty objects."""
+    if type(value) in _PLAIN:  # most are, and the check for a Mapping is far slower
         return value
     if isinstance(value, tuple):
         return [spell(inner) for inner in value]
@@ -103,7 +103,7 @@ def _add(raw: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _known(kind: Any) -> Any:
-    return kind  # mypy takes no class for hashable
+    return kind  # mypy does not accept a class as hashable
 
 
 @cache
@@ -142,7 +142,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
-    """The type without its marks and without None, and the marks."""
+    """Returns the type without annotations and None, and the annotations."""
     marks: list[Any] = []
     while get_origin(hint) in (Annotated, Union, types.UnionType):
         if get_origin(hint) is Annotated:
@@ -166,7 +166,7 @@ _DURATION = re.compile(r"([0-9]+)([dhms])")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 72h, 7d or 1h30m. Raises ValueError if it is none."""
+    """Returns the seconds of a duration such as 72h, 7d or 1h30m. Raises ValueError if it is none."""
     stripped = str(text).strip()
     if not re.fullmatch(f"({_DURATION.pattern})+", stripped):
         raise ValueError(f"not a duration: {text!r}")
@@ -174,12 +174,12 @@ def parse_duration(text: str) -> float:
 
 
 def parse_quantity(text: str | int) -> int:
-    """Bytes of a quantity such as 64Gi, 1.5G or 1024; rounded up. Raises ValueError if it is none."""
+    """Returns the bytes of a quantity such as 64Gi or 1.5G, rounded up. Raises ValueError if it is none."""
     return math.ceil(parse_amount(text))
 
 
 def parse_amount(text: str | int) -> Decimal:
-    """The exact number of a quantity such as 250m, 64Gi or 2. Raises ValueError if it is none."""
+    """Returns the exact number of a quantity such as 250m or 64Gi. Raises ValueError if it is none."""
     match = _PATTERN.fullmatch(str(text).strip())
     if match is None or match[3] not in _FACTOR:
         raise ValueError(f"not a quantity: {text!r}")

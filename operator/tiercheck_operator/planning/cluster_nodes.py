@@ -21,13 +21,13 @@ class ClusterNode:
     name: str
     labels: Mapping[str, str]
     unusable: str = ""
-    """Why no pod would be put here; empty: it would."""
+    """The reason why no pod would be scheduled here; empty if one would be."""
 
 
 def read_nodes(document: Mapping[str, Any]) -> tuple[ClusterNode, ...]:
-    """Of `{"nodes": [{"name": ..., "labels": {...}}]}` (examples/clusters) or a Kubernetes list of Nodes;
-    `count: n` on a simulated node stands for n of them, with "{i}" in its name and labels numbered from 0.
+    """Reads `{"nodes": [{"name": ..., "labels": {...}}]}` (examples/clusters) or a Kubernetes node list.
 
+    `count: n` on a simulated node stands for n of them, with "{i}" in its name and labels numbered from 0.
     Raises ValueError with a sentence if it is neither, or a name is missing or repeated.
     """
     entries = document.get("items", document.get("nodes"))
@@ -46,17 +46,17 @@ def read_nodes(document: Mapping[str, Any]) -> tuple[ClusterNode, ...]:
 
 
 def build_topology(nodes: Sequence[ClusterNode], levels: Sequence[Level]) -> Topology:
-    """Raises ValueError as `Topology.build` does."""
+    """Builds the topology of `nodes`. Raises ValueError as `Topology.build` does."""
     return Topology.build({node.name: node.labels for node in nodes}, levels)
 
 
 def seat_workers(
     nodes: Sequence[ClusterNode], topology: Topology, workers: int, level: str, per_node: int | None = None
 ) -> list[WorkerSite]:
-    """Workers on usable nodes as the pods' spread constraints ask for: evenly over the domains of `level`,
-    then over nodes.
+    """Places workers on usable nodes as the pods' spread constraints ask for.
 
-    `per_node`: the most that one node takes; None: as many as needed. Raises ValueError if they do not fit.
+    That is evenly over the domains of `level`, then over nodes. `per_node`: the most that one node takes;
+    None: as many as needed. Raises ValueError if they do not fit.
     """
     usable = [node.name for node in nodes if not node.unusable]
     room = len(usable) * per_node if per_node is not None else workers if usable else 0
@@ -73,7 +73,7 @@ def seat_workers(
     seats: dict[str, list[str]] = {}
     for domain, names in domains.items():
         most = per_node if per_node is not None else -(-workers // len(names))
-        # Filled round by round, from the end because `pop` takes the last.
+        # One seat per node and round; reversed, because `pop` takes the last.
         seats[domain] = [name for _ in range(min(most, workers)) for name in names][::-1]
     sites: list[WorkerSite] = []
     while len(sites) < workers:
@@ -84,7 +84,7 @@ def seat_workers(
 
 
 def expand_node(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A simulated node with a `count` as that many nodes without; another one as it is."""
+    """Returns a simulated node with a `count` as that many nodes without it, and any other node unchanged."""
     count = entry.get("count")
     if count is None:
         return [dict(entry)]

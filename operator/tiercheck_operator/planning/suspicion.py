@@ -1,27 +1,27 @@
-"""Decides whose pod is given up before Kubernetes knows, from what all hear of each other.
+"""Decides which pods to give up before Kubernetes does, from what sidecars report about each other.
 
-Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart.
-So the rule asks for two independent observers where seconds count, and for none where nothing else can
-explain what is seen:
+Acting early is safe because the attempt fences every pod that is left behind; a wrong decision only costs a
+restart. So the rules require two independent observers where seconds count, and none where nothing else can
+explain the observations:
 
 1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer
-   has heard nothing from its host for as long, and nothing comes back from there to the controller; after
-   `suspect` if its host answers peers but its sidecar does not, or if training broke elsewhere; after
-   `silent` in any case. If no pod answers at all, it is the controller that is cut off, and nobody is
-   given up. If more than half are silent, only `silent` counts: so much memory is not thrown away for a
-   switch that is being restarted. A silent host is not left before every other pod has answered once more
-   after these seconds, or is silent as well, for at most `together` seconds more: what fails together,
-   one a moment after the other, is left together, and no new pod goes to a node that is next.
+   has received nothing from its host for as long and nothing comes back from there to the controller; after
+   `suspect` if its host answers peers but its sidecar does not, or if training failed elsewhere; after
+   `silent` in any case. If no pod answers at all, the controller itself is cut off, and no pod is given up.
+   If more than half are silent, only `silent` counts: a switch that restarts must not cost that much memory.
+   A silent host is given up only when every other pod has answered once more after these seconds or is
+   silent as well, but at most `together` seconds later: pods that fail together, a moment apart, are given
+   up together, and no new pod goes to a node that is about to fail.
 2. Pods that answer the controller are given up only if one node explains every broken connection among
-   those who answer, its connections to at least two other nodes are broken, one of these says so itself,
-   most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
-   anybody, itself or others, and of a network that fell apart at most one side is given up: the one that
-   cannot be heard, or one node.
-3. A step of training takes every rank, so whoever makes one vouches for all: seconds count from the last
-   step that was heard of. Who is silent while training goes on is left alone.
-4. A kubelet that says that a sidecar has ended, or starts again, lives, and so does the pod. It is given up
-   only if training waits for it, and the kubelet will not start it for longer than `held` seconds, or is
-   late by `overdue`.
+   the answering pods, its connections to at least two other nodes are broken, one of these nodes reports it
+   too, most pods are elsewhere, and all that has lasted for `isolated` seconds. So a faulty peer cannot
+   remove any pod, itself or others, and of a partitioned network at most one side is given up: the one that
+   the controller cannot reach, or one node.
+3. A training step takes every rank, so a rank that completes one shows that all are alive: seconds count
+   from the last reported step. A pod that is silent while training continues is left alone.
+4. If a kubelet reports that a sidecar has ended or is starting again, the kubelet and the pod are alive. The
+   pod is given up only if training waits for it, and the kubelet will not start it for longer than `held`
+   seconds, or is late by `overdue`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _PACES = 5.0
-"""Steps that may be due before training counts as standing still, where a few seconds more cost little."""
+"""The number of overdue steps after which training counts as hung, in rules where seconds cost little."""
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """A pod says that it cannot reach another one."""
+    """A pod's report that it cannot reach another pod."""
 
     pod: str
     seconds: float
-    """Since the accused last answered."""
+    """Seconds since the pod that cannot be reached last answered."""
     host_silent: bool
-    """Nothing comes back at all; otherwise the host answers and the sidecar does not."""
+    """True if nothing comes back at all; otherwise the host answers and the sidecar does not."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,22 @@ class Witness:
     silent: float | None = None
     """Seconds for which it has not answered the controller; None: it answers."""
     host_answers: bool = False
-    """While it is silent: something came back from its host all the same."""
+    """True if its host responds although its sidecar does not."""
     heard: float = 0.0
     """Seconds since it last answered the controller."""
     held: float | None = None
-    """While it is silent: seconds until its kubelet, which knows, starts it again; negative: that is late."""
+    """Seconds until the kubelet restarts a silent sidecar; negative: overdue; None: no restart reported."""
     takes_part: bool = True
-    """It is a member of the attempt: each step takes it."""
+    """True if it is a member of the attempt, so that every step needs it."""
     failed: bool = False
-    """Its training command failed in this attempt."""
+    """True if its training command failed in this attempt."""
     accuses: tuple[Accusation, ...] = ()
-    """Its last word; counts only while it answers."""
+    """The peers that it cannot reach, by its last report; counts only while it answers."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """Limits in seconds; the module's docstring explains each."""
 
     accused: float = 2.0
     together: float = 4.0
@@ -82,28 +82,28 @@ class Limits:
 
 @dataclass(frozen=True)
 class Training:
-    """How the job as a whole gets on, in seconds."""
+    """The training progress of the job as a whole, in seconds."""
 
     stepped: float = math.inf
-    """Since it was last heard to have made a step in this attempt, or somebody is there who could tell."""
+    """Seconds since the last reported step of this attempt, or since a sidecar is up to report one."""
     pace: float = 0.0
-    """Of a step; 0: not known."""
+    """Seconds that a step takes; 0: not known."""
     waits: bool = False
-    """It does not train: the next attempt is not released yet."""
+    """True while it does not train because the next attempt is not released yet."""
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Why a pod is given up."""
+    """The reason why a pod is given up."""
 
     seconds: float
-    """For how long it has been so."""
+    """Seconds for which this has lasted."""
     accusers: tuple[str, ...] = ()
     """Pods that cannot reach it."""
     host_silent: bool = False
-    """Its host seems to be down or cut off, not only its sidecar."""
+    """True if its host seems to be down or cut off, not only its sidecar."""
     answers: bool = False
-    """It answers the controller, but its peers cannot reach it."""
+    """True if it answers the controller, but its peers cannot reach it."""
 
 
 _UNKNOWN = Training()
@@ -112,7 +112,7 @@ _UNKNOWN = Training()
 def suspects(
     witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN
 ) -> dict[str, Suspicion]:
-    """The pods to give up. Never all of them."""
+    """Returns the pods to give up, with the reason; never all of them."""
     answering = [witness for witness in witnesses if witness.silent is None]
     if not answering:
         return {}
@@ -150,12 +150,12 @@ def suspects(
 
 
 def seconds_quiet(witness: Witness, training: Training = _UNKNOWN) -> float:
-    """Seconds for which nothing has spoken for a witness; 0: it answers."""
+    """Returns the seconds for which nothing has shown that a pod is alive; 0: it answers."""
     return min(witness.silent or 0.0, training.stepped) if witness.takes_part else witness.silent or 0.0
 
 
 def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
-    """Pods without answer since one that is `quiet` was to be given up: they may be about to fall silent."""
+    """Returns pods that may fail too: no answer since the pod that is `quiet` was to be given up."""
     late = quiet - limits.accused
     return (
         {other.pod for other in witnesses if other.silent is None and other.heard > late}
@@ -165,14 +165,14 @@ def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits)
 
 
 def _counts(accusation: Accusation, limits: Limits) -> bool:
-    """Whether it is more than an answer that is late: of a silence that just began peers tell at once."""
+    """Returns False for a silence that may be a late answer: peers report every silence at once."""
     return accusation.seconds > limits.accused or not accusation.host_silent
 
 
 def _isolated(
     answering: Sequence[Witness], witnesses: Collection[Witness], limits: Limits, training: Training
 ) -> dict[str, Suspicion]:
-    """The answering pods of the one node that no other node can reach."""
+    """Returns the answering pods of the one node that no other node can reach."""
     if training.stepped <= max(limits.isolated, _PACES * training.pace):
         return {}
     node_of = {witness.pod: witness.node for witness in answering}

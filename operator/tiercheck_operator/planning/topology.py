@@ -1,9 +1,9 @@
-"""Says which nodes fail together: a tree of failure domains, built once from node labels.
+"""Builds the tree of failure domains, which shows which nodes fail together, from node labels.
 
-A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. What a label does
-not say is not guessed: such a node has no domain at that level, and `Topology.missing` names it.
+A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. A missing label is
+not guessed: such a node has no domain at that level, and `Topology.missing` names it.
 
-Levels can be read from a Kueue `Topology`, so that who has defined them for queues need not do so again.
+Levels can be read from a Kueue `Topology`, so that levels defined for queues need not be defined again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZONE_LABEL = "topology.kubernetes.io/zone"
 
 @dataclass(frozen=True)
 class Level:
-    """One kind of failure domain: the name people use, and the node label that carries it."""
+    """One kind of failure domain: the name that users give it, and the node label that carries it."""
 
     name: str
     label: str
@@ -40,7 +40,7 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("subblock", "cloud.google.com/gce-topology-subblock"),
         HOST,
     ),
-    # Layer 1 is the widest (spine), layer 3 the switch that the machine hangs on.
+    # Layer 1 is the widest (spine), layer 3 the switch that the machine is attached to.
     "aws": (
         Level("zone", ZONE_LABEL),
         Level("spine", "topology.k8s.aws/network-node-layer-1"),
@@ -72,7 +72,7 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("leaf", "fabric.topograph.run/tier-0"),
         HOST,
     ),
-    # Nodes of one NVLink domain hang on the same switches, fail together and are drained together.
+    # Nodes of one NVLink domain are attached to the same switches, fail together and are drained together.
     "topograph-nvlink": (
         Level("core", "fabric.topograph.run/tier-2"),
         Level("spine", "fabric.topograph.run/tier-1"),
@@ -80,25 +80,25 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("nvlink", "accelerator.topograph.run/domain"),
         HOST,
     ),
-    # Before topograph 1.0.
+    # The labels of topograph before 1.0.
     "topograph-legacy": (
         Level("core", "network.topology.nvidia.com/core"),
         Level("spine", "network.topology.nvidia.com/spine"),
         Level("leaf", "network.topology.nvidia.com/leaf"),
         HOST,
     ),
-    # What NVIDIA's GPU feature discovery writes on multi-node NVLink machines: cluster UUID and clique.
+    # NVIDIA's GPU feature discovery labels multi-node NVLink machines with this: cluster UUID and clique.
     "nvlink": (Level("zone", ZONE_LABEL), Level("nvlink", "nvidia.com/gpu.clique"), HOST),
 }
-"""Levels by preset, widest first."""
+"""The levels of each preset, widest first."""
 
 
 def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | None) -> tuple[Level, ...]:
-    """The levels of `spec.topology`: the user's own list if there is one, else the preset's (default:
-    generic).
+    """Returns the levels of `spec.topology`.
 
-    The host level is appended if the list does not end with it. Raises ValueError for an unknown preset, a
-    repeated name or label, or a hostname label that is not last.
+    They are the user's own list if there is one, else the preset's (default: generic). The host level is
+    appended if the list does not end with it. Raises ValueError for an unknown preset, a repeated name or
+    label, or a hostname label that is not last.
     """
     if levels:
         chosen = tuple(Level(entry["name"], entry["label"]) for entry in levels)
@@ -111,10 +111,9 @@ def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | N
 
 
 def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
-    """The level whose domains a worker's copies must not share: `wanted`, else the narrowest one above the
-    host.
+    """Returns the level at which a worker and its copies must be in different domains.
 
-    Raises ValueError if there is no level of that name.
+    It is `wanted`, else the narrowest level above the host. Raises ValueError if no level has that name.
     """
     if wanted is None:
         return levels[max(0, len(levels) - 2)]
@@ -148,15 +147,15 @@ class Topology:
     """The failure domains of a set of nodes. Build with `Topology.build`; shared read-only."""
 
     levels: tuple[Level, ...]
-    """Widest first; the last one is the host."""
+    """The levels, widest first; the last one is the host."""
     missing: tuple[tuple[Level, tuple[str, ...]], ...]
-    """Levels whose label some nodes lack, with those nodes, sorted. Never holds the host level."""
+    """Levels with nodes that lack their label, and those nodes, sorted. Never holds the host level."""
     _paths: Mapping[str, tuple[str | None, ...]] = field(repr=False)
     _index: Mapping[str, int] = field(repr=False)
 
     @staticmethod
     def build(nodes: Mapping[str, Mapping[str, str]], levels: Sequence[Level]) -> Topology:
-        """The tree over `nodes` (name to labels).
+        """Builds the tree over `nodes` (name to labels).
 
         The host level is appended if absent; a node without hostname label is a host of its own. A level that
         no node carries is left out of the paths. Raises ValueError for levels that contradict each other.
@@ -176,19 +175,18 @@ class Topology:
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """Widest first."""
+        """Returns the names of the levels, widest first."""
         return tuple(level.name for level in self.levels)
 
     def level_index(self, level: Level | str) -> int:
-        """Position of a level, 0 the widest. Raises KeyError if there is no such level."""
+        """Returns the position of a level, 0 the widest. Raises KeyError if there is no such level."""
         return self._index[level if isinstance(level, str) else level.name]
 
     def domain(self, node: str, level: Level | str) -> str | None:
-        """The domain of `node`, as the path of its label values ("zone-a/rack-1"); None if its labels do not
-        say.
+        """Returns the domain of `node`, as the path of its label values ("zone-a/rack-1").
 
-        A node that the topology was not built with is a host of its own and unknown at every other level.
-        Raises KeyError if there is no such level.
+        None if its labels do not give one. A node that the topology was not built with is a host of its own
+        and unknown at every other level. Raises KeyError if there is no such level.
         """
         index = self.level_index(level)
         path = self._paths.get(node)
@@ -197,12 +195,11 @@ class Topology:
         return path[index]
 
     def path(self, node: str) -> tuple[str | None, ...]:
-        """The domains of `node` at all levels, as `domain` names them."""
+        """Returns the domains of `node` at all levels, as `domain` names them."""
         return self._paths.get(node) or (*(None for _ in self.levels[1:]), node)
 
     def distance(self, a: str, b: str) -> int:
-        """How far apart two nodes are: 0 the same host, then one more per level up to the first that they
-        share."""
+        """Returns the distance of two nodes: 0 on one host, one more per level up to the first shared."""
         for steps, level in enumerate(reversed(self.levels)):
             domain = self.domain(a, level)
             if domain is not None and domain == self.domain(b, level):
@@ -232,7 +229,7 @@ def _path(
 
 
 def domains_to_save(topology: Topology, nodes: Iterable[str]) -> SavedDomains:
-    """What the labels of these nodes say, as it is kept beside a placement."""
+    """Returns the labels of these nodes in the form in which they are kept beside a placement."""
     return SavedDomains(
         tuple(level.label for level in topology.levels),
         tuple(
@@ -243,7 +240,7 @@ def domains_to_save(topology: Topology, nodes: Iterable[str]) -> SavedDomains:
 
 
 def short_name(domain: str) -> str:
-    """The last part of a domain's path: what people call it."""
+    """Returns the last part of a domain's path, the name for users."""
     return domain.rsplit("/", 1)[-1]
 
 
@@ -251,11 +248,11 @@ _LONGEST = 32
 
 
 def levels_of(topology: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    """As in `spec.topology.levels`, widest first. A level is named by the last part of its label, the host as
-    ever.
+    """Returns the levels of a Kueue Topology in the form of `spec.topology.levels`, widest first.
 
-    `spec.levels[].nodeLabel`: https://kueue.sigs.k8s.io/docs/concepts/topology_aware_scheduling/, the same in
-    v1beta1 and v1beta2. Raises ValueError if it has none.
+    A level is named by the last part of its label; the host is named "host". Reads `spec.levels[].nodeLabel`:
+    https://kueue.sigs.k8s.io/docs/concepts/topology_aware_scheduling/, the same in v1beta1 and v1beta2.
+    Raises ValueError if it has none.
     """
     entries = (topology.get("spec") or {}).get("levels") or []
     labels = [

@@ -1,1 +1,1 @@
-"""What the operator asks and hears: the control API, reports, metrics."""
+"""Serves the operator: the control API, reports and metrics."""

@@ -1,13 +1,13 @@
-"""The control API: HTTPS with JSON for the operator, at a guarded port that other sidecars share.
+"""Serves the control API: HTTPS with JSON for the operator, at a port that other sidecars share.
 
-aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection,
-from before its TLS handshake on, is a stranger until a request on it is believed, and has a few seconds for
-that. Whoever comes from an address that the operator named has room of his own. Connections are accepted for
-as long as the listener lives: a shortage of descriptors passes, and with it the trouble.
+aiohttp's own sites accept every connection, and wait for an hour for the first request. Here each connection,
+from before its TLS handshake on, is unauthenticated until a request on it has proved otherwise, and has a few
+seconds for that. Connections from addresses that the operator named do not count toward the limit of
+unauthenticated ones. Connections are accepted for as long as the listener lives: a shortage of descriptors
+passes, and its effects with it.
 
-The other sidecars connect to the coordinator at the same port (`tier_line`). Of what they say nothing is
-decided here, and nothing decoded, so that the event loop, which also answers the controller, is never kept
-busy for long.
+The other sidecars connect to the coordinator at the same port (`tier_line`). Their messages are neither
+decoded nor evaluated here, so that the event loop, which also answers the controller, is never busy for long.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tiercheck_sidecar.versions.tier_line import PROTOCOL, Messages, framed
 from tiercheck_sidecar.versions.words import TierAnswer, heartbeat
 
 PATIENCE = 10.0
-"""Seconds from the connection to a believed request."""
+"""Seconds from the connection to an authenticated request."""
 
 
 class GuardedPort(Arrivals[web.AppRunner]):
-    """Lets each connection be a stranger until a request on it is believed."""
+    """Limits the time and number of connections until a request on them is authenticated."""
 
     def __init__(
         self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None
@@ -59,7 +59,7 @@ class GuardedPort(Arrivals[web.AppRunner]):
         super().__init__(runner, self._watch)
 
     def believe(self, request: web.Request) -> None:
-        """Who sent `request` has proved to be no stranger."""
+        """Marks the connection of `request` as authenticated."""
         waiting = self._waiting.get(request.protocol)
         if waiting is not None:
             waiting.set()
@@ -85,16 +85,16 @@ class GuardedPort(Arrivals[web.AppRunner]):
 
 
 _MOST_UNREAD = 1024 * 1024
-"""Bytes that wait for one who does not read them; then its connection ends."""
+"""Bytes that may wait for a client that does not read them; with more its connection is closed."""
 _SILENCES = 5
-"""Times the longest that a sidecar says nothing; then its connection ends as well."""
+"""The number of longest report intervals without a message, after which a connection is closed."""
 _LEAST_SILENCE = 15.0
 _WRITTEN_WITHIN = 3.0
-"""Seconds in which the event loop has sent to all."""
+"""Seconds to wait until the event loop has sent all messages."""
 
 
 class TierPort:
-    """Used in one event loop, but for `deliver`."""
+    """Serves the sidecars' connections to the coordinator, in one event loop. Any thread may `deliver`."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -106,7 +106,7 @@ class TierPort:
         coordinator.deliver = self.deliver
 
     async def upgrade(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/tiers`, from one who is believed."""
+        """Handles `GET /v1/tiers` from an authenticated client."""
         transport = request.transport
         if transport is None or request.headers.get("Upgrade") != PROTOCOL:
             return web.Response(status=426, headers={"Upgrade": PROTOCOL})
@@ -127,10 +127,10 @@ class TierPort:
         finally:
             self._room.leave(guest)
             self._lines.discard(line)
-        return web.Response()  # nobody reads it
+        return web.Response()  # never sent
 
     def _look(self, again: bool = False) -> None:
-        """Ends the connections of those who are not there any more: they say something each second or so."""
+        """Closes the connections of silent sidecars: a running one reports each second or so."""
         if self._loop is None or (self._is_looking and not again):
             return
         longest = silence(self._coordinator.most_callers // 2)
@@ -141,7 +141,7 @@ class TierPort:
             self._loop.call_later(longest / 3, self._look, True)
 
     def deliver(self, sent: list[tuple[Caller, list[TierAnswer]]]) -> None:
-        """Any thread. What everybody is told is written once."""
+        """Sends messages, from any thread. One that goes to all sidecars is encoded once."""
         if self._loop is None or not sent:
             return
         texts: dict[int, bytes] = {}
@@ -165,18 +165,18 @@ class TierPort:
 
 
 def silence(workers: int) -> float:
-    """Seconds after which one who says nothing is gone."""
+    """Returns the seconds of silence after which a sidecar counts as gone."""
     return max(_LEAST_SILENCE, _SILENCES * heartbeat(workers))
 
 
 class LineCaller(Caller):
-    """One of them."""
+    """A caller with a connection of `TierPort`."""
 
     line: _Line
 
 
 class _Line(asyncio.Protocol):
-    """After the request that it began with."""
+    """The protocol of a connection after the request that it began with."""
 
     def __init__(
         self, coordinator: Coordinator, transport: asyncio.Transport, before: asyncio.BaseProtocol
@@ -199,7 +199,7 @@ class _Line(asyncio.Protocol):
             self._transport.abort()
 
     def cut(self) -> None:
-        """Any thread."""
+        """Closes the connection, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             self._loop.call_soon_threadsafe(self._transport.abort)
 
@@ -225,16 +225,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def server_context(config: SidecarConfig) -> ssl.SSLContext:
-    """TLS with the job's own certificate. Raises OSError, ssl.SSLError."""
+    """Returns a TLS context with the job's own certificate. Raises OSError, ssl.SSLError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = 0  # nobody resumes a session, and each caller would keep two
+    context.num_tickets = 0  # no client resumes a session, and each would keep two
     context.load_cert_chain(config.credentials_dir / "tls.crt", config.credentials_dir / "tls.key")
     return context
 
 
 class ControlApi:
-    """The routes. `build` gives the aiohttp application."""
+    """Defines the routes of the control API. `build` gives the aiohttp application."""
 
     def __init__(self, state: SidecarState, reporter: Reporter) -> None:
         self._state, self._reporter = state, reporter
@@ -242,9 +242,9 @@ class ControlApi:
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
-        """Hears of each request that has the job's token."""
+        """Called with each request that has the job's token."""
         self._told = -1
-        """Serial of the newest report that the controller has."""
+        """The serial number of the newest report that the controller has."""
 
     def build(self, *more: web.RouteDef) -> web.Application:
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
@@ -275,7 +275,7 @@ class ControlApi:
         return await handler(request)
 
     def _of_operator(self, handler: Handler) -> Handler:
-        """Every worker has the job's token, and none of them speaks for the operator."""
+        """Requires the operator's signature, because every worker has the job's token."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             config, given = self._state.config, request.headers.get(signing.HEADER, "")
@@ -324,21 +324,20 @@ class ControlApi:
                 continue
 
     def has_told_all(self) -> bool:
-        """Whether the controller knows what there is to know, or has not asked for so long that it will
-        not.
-        """
+        """Returns whether the controller has the newest report, or stopped asking `_MAX_WAIT` seconds ago."""
         if self._state.clock() - self._state.controller_at > _MAX_WAIT:
             return True
         return self._told >= self._reporter.report().serial
 
     def _tell(self, report: Report, request: web.Request) -> web.Response:
-        """What is held makes up most of it, and is left out for who does not want it, or knows it."""
+        """Returns the report as a response.
+        Holdings, most of its size, are left out if the request excludes them or names their current state."""
         self._told = report.serial
         wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
         if wanted == "no" or request.query.get("held") == known:
             report = dataclasses.replace(report, holdings=(), tells_holdings=False)
         response = web.Response(body=to_json(report), content_type="application/json")
-        # The operator brings times in the report to its own clock by this one.
+        # The operator converts times in the report to its own clock with this one.
         response.headers["Date"] = email.utils.formatdate(self._state.clock(), usegmt=True)
         return response
 

@@ -1,11 +1,11 @@
-"""Gathers the report: what the controller knows of this worker, and what a dashboard shows of it.
+"""Builds the report to the controller about this worker, and the metrics for dashboards.
 
-Its serial grows only with facts that the controller may act on. What a worker holds and which version is
-complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,
-and before that it asks every sidecar anew. That they are there at all, and the snapshot watermark by the
-coordinator's word, are news.
+The report's serial grows only with facts that the controller may act on. What a worker holds and which
+version is complete change at every step without a new serial: the controller reads them when it decides on a
+recovery, and before that it asks every sidecar again. Whether they exist at all, and the coordinator's
+snapshot watermark, do change the serial.
 
-No credential that this process holds is in either, whatever it looks like.
+Neither contains a credential that this process holds, in whatever text it appears.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from tiercheck_sidecar.vault import Seal, Vault
 
 _NO_TEXT = frozenset({int, float, bool, type(None)})
 _TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
-"""Parts of a report that hold what libraries, scripts and servers said."""
+"""Parts of a report that contain text of libraries, scripts and servers."""
 
 
 def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The job's token, and the values of variables that are named like credentials."""
+    """Returns the job's token, and the values of variables with names of credentials."""
     folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
     return known_secrets(env, folder / "token")
 
 
 class Discretion:
-    """Takes credentials out of reports. Not for two threads at once."""
+    """Removes credentials from reports. Not thread-safe."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._hide: Callable[[str], str] = lru_cache(maxsize=512)(lambda text: redacted(text, known))
         self._seen: dict[str, tuple[Any, Any]] = {}
-        """By part: how it was last, and that without credentials; None: it has none."""
+        """The last value of each part, and its redacted form; None if nothing is redacted."""
 
     def without_credentials(self, report: Report) -> Report:
-        """The same, with REDACTED in place of credentials."""
+        """Returns the report with REDACTED in place of credentials."""
         changes = {}
         for name in _TOLD:
             value = getattr(report, name)
@@ -90,7 +90,7 @@ class Discretion:
 
 
 class Reporter:
-    """Thread-safe."""
+    """Builds reports and numbers them. Thread-safe."""
 
     def __init__(self, state: SidecarState, vault: Vault) -> None:
         self._state, self._vault = state, vault
@@ -99,13 +99,13 @@ class Reporter:
         self._known: tuple[Any, ...] = ()
         self._told: dict[int, tuple[Seal, Holding]] = {}
         self._held = 1
-        """How often `_told` has changed."""
+        """A counter of the changes of `_told`."""
         self._discretion = Discretion(own_credentials() | {state.config.token})
         self.owes: Callable[[], bool] = lambda: False
-        """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
-        told."""
+        """Returns whether holders lack anything.
+        Not reported while training runs, because they always lack the newest then."""
         self.settled: Callable[[], bool] = lambda: False
-        """Whether the job is over and this sidecar may go. Asked without the state's lock."""
+        """Returns whether the job is over and this sidecar may end. Called without the state's lock."""
 
     def report(self) -> Report:
         with self._lock:
@@ -187,7 +187,7 @@ class Reporter:
 
 
 def _all_but(kind: type, *names: str) -> Callable[[Any], tuple[Any, ...]]:
-    """The values of a dataclass, without these."""
+    """Returns a function that gets the values of a dataclass, without these fields."""
     return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name not in names))
 
 
@@ -200,7 +200,7 @@ _OF_MEMORY = _all_but(MemoryReport, "used")
 
 
 def _essence(report: Report) -> tuple[Any, ...]:
-    """What is news when it changes."""
+    """Returns the facts that give the report a new serial when they change."""
     marks = report.watermarks
     return (
         _OF_REPORT(report),
@@ -210,7 +210,7 @@ def _essence(report: Report) -> tuple[Any, ...]:
         _present(marks.local),
         _present(marks.peer),
         marks.remote,
-        # Everybody hears it from the coordinator, and the controller from one of them.
+        # All sidecars receive it from the coordinator; worker 0 alone notifies the controller of a change.
         marks.snapshot if report.worker == 0 else _present(marks.snapshot),
     )
 
@@ -268,7 +268,7 @@ _COUNTERS = (
     ("refused_stale", "Messages of older attempts refused.", "refused_stale"),
     ("refused_reports", "Senseless tier reports refused.", "refused_reports"),
 )
-"""Names, words, and fields of the report's counters."""
+"""Names, descriptions, and fields of the report's counters."""
 
 
 class ReportCollector(Collector):
@@ -337,7 +337,7 @@ def _chain_length(marks: Watermarks) -> int:
 
 
 def render(reporter: Reporter) -> bytes:
-    """The text that Prometheus scrapes."""
+    """Returns the text that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(ReportCollector(reporter))
     return generate_latest(registry)

@@ -1,7 +1,7 @@
-"""Chooses own addresses on the interfaces that the job names, and remembers those of peers.
+"""Chooses own addresses on the interfaces that the job names, and records those of peers.
 
-A peer tells its addresses once both ends have proved themselves. A new connection takes the route that has
-the fewest; one that does not answer is left alone for a while.
+A peer reports its addresses once both ends are authenticated. A new connection takes the route with the
+fewest connections; a route that does not answer is not used for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NamedAddress:
     """An IP address on an interface that the job names."""
 
     entry: str
-    """Of `Policy.peer_interfaces`. Workers reach each other from and to addresses of the same entry."""
+    """The entry of `Policy.peer_interfaces`. Workers connect only between addresses of the same entry."""
     host: str
 
 
@@ -38,18 +38,19 @@ class OwnAddress:
 
 @dataclass(frozen=True)
 class ChosenAddresses:
-    """`choose_addresses` found these."""
+    """The result of `choose_addresses`."""
 
     addresses: tuple[NamedAddress, ...]
-    """Beside the pod's own."""
+    """The chosen addresses, without the pod's own."""
     missing: tuple[str, ...]
-    """Entries that nothing matches."""
+    """Entries that match no address."""
 
 
 def choose_addresses(entries: Sequence[str], own: Sequence[OwnAddress], pod_ip: str) -> ChosenAddresses:
-    """An entry with a slash is a CIDR: each address in it. Any other is the name of an interface: its first
-    IPv4 address, or else its first IPv6 address. Each address is used once; the pod's always is.
-    """
+    """Returns the own addresses that the entries select, each once and without the pod's own.
+
+    An entry with a slash is a CIDR and selects all addresses in it. Any other is the name of an interface and
+    selects its first IPv4 address, or else its first IPv6 address."""
     used, chosen, missing = {pod_ip}, [], []
     for entry in entries:
         matching = _matching(entry, own)
@@ -88,7 +89,7 @@ class _SocketAddress(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """`struct ifaddrs`, as far as it is read."""
+    """The fields of `struct ifaddrs` that are read."""
 
 
 _InterfaceAddress._fields_ = (
@@ -98,11 +99,11 @@ _InterfaceAddress._fields_ = (
     ("address", ctypes.POINTER(_SocketAddress)),
 )
 _PLACES: dict[int, slice] = {socket.AF_INET: slice(2, 6), socket.AF_INET6: slice(6, 22)}
-"""Where the bytes of an address are, behind its family."""
+"""The position of the address bytes behind the family field, by family."""
 
 
 def own_addresses() -> tuple[OwnAddress, ...]:
-    """Of this pod's network, in the kernel's order. Raises OSError."""
+    """Returns the addresses of this pod's network, in the kernel's order. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):
@@ -128,15 +129,16 @@ LEFT_ALONE = 30.0
 
 @dataclass(frozen=True)
 class PeerRoute:
-    """From one of our addresses to one of a peer's, both on interfaces of the same entry."""
+    """A route from an own address to a peer's, both on interfaces of the same entry."""
 
     source: str
     host: str
 
 
 def pair(own: Sequence[NamedAddress], theirs: Sequence[NamedAddress]) -> tuple[PeerRoute, ...]:
-    """How each of `theirs` is reached: from the address of ours that has the same place among those of its
-    entry and family, as far as there is one."""
+    """Returns a route to each of `theirs` that shares an entry and family with an own address.
+
+    Own addresses of that entry and family are taken in order, and again from the first when they run out."""
     routes = []
     seen: Counter[tuple[str, bool]] = Counter()
     for each in theirs:
@@ -149,21 +151,21 @@ def pair(own: Sequence[NamedAddress], theirs: Sequence[NamedAddress]) -> tuple[P
 
 
 class PeerAddresses:
-    """Thread-safe."""
+    """Holds own and peers' addresses, and which routes fail or carry connections. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self.own: tuple[NamedAddress, ...] = ()
-        """Where this sidecar listens beside its pod's address."""
+        """The addresses beside its pod's at which this sidecar listens."""
         self._told: dict[Peer, tuple[NamedAddress, ...]] = {}
         self._failed: dict[PeerRoute, float] = {}
         self._turns: Counter[Peer] = Counter()
         self._used: dict[PeerRoute, weakref.WeakSet[object]] = {}
-        """The connections that there are."""
+        """The open connections of each route."""
 
     def hear(self, peer: Peer, addresses: tuple[NamedAddress, ...]) -> bool:
-        """A proven peer's word. Returns whether it is news."""
+        """Records the addresses that an authenticated peer reported. Returns whether they changed."""
         with self._lock:
             news = self._told.get(peer, ()) != addresses
             self._told[peer] = addresses
@@ -171,12 +173,12 @@ class PeerAddresses:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """All that peers have told."""
+        """Returns all addresses that peers have reported."""
         with self._lock:
             return frozenset(each.host for told in self._told.values() for each in told)
 
     def routes(self, peer: Peer) -> tuple[PeerRoute, ...]:
-        """To try in this order, before the pod's address: those that carry least, in turns."""
+        """Returns routes to try in order before the pod's address: least loaded first, equals in rotation."""
         with self._lock:
             now = self._clock()
             routes = [
@@ -191,14 +193,14 @@ class PeerAddresses:
             return tuple(sorted((*routes[first:], *routes[:first]), key=self._load))
 
     def failed(self, route: PeerRoute) -> bool:
-        """It does not answer, or somebody else does there. Returns whether that is news."""
+        """Records that no peer, or another one, answers there. Returns whether that is a new failure."""
         with self._lock:
             news = route not in self._failed
             self._failed[route] = self._clock() + LEFT_ALONE
             return news
 
     def answered(self, route: PeerRoute, connection: object) -> None:
-        """It counts for as long as anybody has it."""
+        """Records a working route. The connection counts as load for as long as it is referenced."""
         with self._lock:
             self._failed.pop(route, None)
             self._used.setdefault(route, weakref.WeakSet()).add(connection)

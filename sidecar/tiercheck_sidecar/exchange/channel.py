@@ -1,11 +1,11 @@
-"""Carries the bytes of one proven connection, and keeps it proven.
+"""Carries the bytes of one authenticated connection, and keeps it authenticated.
 
-TCP carries them, or UCX, which keeps them in order too. What the two ends say and prove is the same
-over each (`frames`, `handshake`).
+TCP carries them, or UCX, which keeps them in order too. Messages and proofs are the same over both
+(`frames`, `handshake`).
 
-Only the two ends can make the tags of frames, of which none can be left out, repeated or moved: AES-256 in
+Only the two ends can make the tags of frames, and no frame can be omitted, repeated or reordered: AES-256 in
 Galois/counter mode (NIST SP 800-38D), with a key for each direction of each connection and the frame's number
-as nonce. Authenticated frames are its associated data alone (GMAC) and travel as they are; encrypted ones are
+as nonce. Authenticated frames are associated data only (GMAC) and are sent unchanged; encrypted ones are
 enciphered as well.
 """
 
@@ -30,32 +30,33 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 CONGESTION_CONTROL = b"cubic"
-"""Bulk copies inside a cluster: BBR, some hosts' default, paces by timers and by an estimate of the path that
-is far too low whenever a busy machine lets a sender wait for its turn (measured on loopback: a quarter of the
-rate, twice the sender's CPU).
-"""
+"""The TCP congestion control for bulk copies inside a cluster.
+
+BBR, some hosts' default, paces by timers and by an estimate of the path that is far too low whenever a busy
+machine delays a sender (measured on loopback: a quarter of the rate, twice the sender's CPU)."""
 GIVEN_UP = 20.0
-"""Seconds after which a connection is broken on which nothing was acknowledged."""
+"""Seconds without an acknowledgement after which a connection counts as broken."""
 
 
 class TcpChannel:
-    """A connection over TCP. The kernel's own timeouts bound every wait, so no call needs a poll around it.
-    Used by one thread at a time; only `cut` may come from another. All raise OSError."""
+    """A connection over TCP. The kernel's timeouts bound every wait, so no call needs a poll around it.
+
+    One thread at a time uses it; only `cut` may be called from another. All methods raise OSError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVEN_UP * 1000))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that an idle one is missed too
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a dead peer when idle too
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(GIVEN_UP / 2))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(GIVEN_UP / 4))
-        with contextlib.suppress(OSError):  # not every kernel has or allows it; then its default does
+        with contextlib.suppress(OSError):  # not every kernel has or allows it; its default works too
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
 
     @property
     def near_end(self) -> tuple[str, int]:
-        """IP address and port of our end."""
+        """Returns the IP address and port of this end."""
         host, port, *_ = self._socket.getsockname()
         return str(host), int(port)
 
@@ -65,38 +66,36 @@ class TcpChannel:
         return str(host), int(port)
 
     def patience(self, seconds: float) -> None:
-        """How long one call may wait for progress; then it raises BlockingIOError or TimeoutError."""
+        """Sets how long one call may wait for progress; then it raises BlockingIOError or TimeoutError."""
         value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def send(self, data: bytes | bytearray | memoryview, *, more: bool = False) -> None:
-        """All of it. `more`: what follows may travel with it."""
+        """Sends all of `data`. `more`: the kernel may send it together with what follows."""
         self._socket.sendall(data, socket.MSG_MORE if more else 0)
 
     def send_file(self, file: int, offset: int, size: int) -> int:
-        """Bytes of an open file, as many as are returned; 0: it has no more. The kernel sends them; nobody
-        looks at them here."""
+        """Sends bytes of an open file in the kernel. Returns how many; 0: the file has no more."""
         return os.sendfile(self._socket.fileno(), file, offset, size)
 
     def receive_into(self, view: memoryview) -> int:
-        """Fill `view` as far as possible; 0: the other end has closed."""
+        """Fills `view` as far as possible. Returns the bytes received; 0: the other end has closed."""
         return self._socket.recv_into(view, 0, socket.MSG_WAITALL)
 
     def wait_readable(self, seconds: float) -> bool:
-        """Whether bytes, or the end, have come within `seconds`; none are taken."""
+        """Returns whether bytes or the end arrive within `seconds`; takes none."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def cut(self) -> None:
-        """End whatever another thread waits for; never raises. The descriptor stays its own: the number might
-        be somebody else's at once."""
+        """Ends another thread's wait; never raises. Keeps the descriptor: its number could be reused."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Never raises; harmless twice."""
+        """Closes the connection. Never raises; harmless twice."""
         self.cut()
         self._socket.close()
 
@@ -109,7 +108,7 @@ _CLOSING = 10**8
 
 @cache
 def why_no_ucx() -> str:
-    """Why UCX carries nothing here; empty if it can."""
+    """Returns why UCX cannot be used here; empty if it can."""
     try:
         import ucxx._lib.arr
         import ucxx._lib.libucxx  # noqa: F401
@@ -119,16 +118,15 @@ def why_no_ucx() -> str:
 
 
 class UcxChannel(TcpChannel):
-    """Carries the bytes by UCX, where the image has its library (ucxx), which chooses devices and transports
-    by its own settings (UCX_TLS, UCX_NET_DEVICES in the image).
+    """Carries the bytes over UCX, if the image has its library (ucxx); raises OSError otherwise.
 
-    The two ends meet and prove themselves over TCP, which tells each what address the other has: UCX would
-    not. That connection stays, to say when the other end is gone. `address` is for the other end, whose own
-    is for `meet`. Raises OSError if UCX cannot be used.
+    UCX chooses devices and transports by its own settings (UCX_TLS, UCX_NET_DEVICES in the image). The two
+    ends connect and authenticate over TCP, which shows each the other's address, as UCX would not. That
+    connection stays, to detect when the other end is gone. `address` is for the `meet` of the other end.
     """
 
     def __init__(self, proven: TcpChannel) -> None:
-        """`proven`: what the two ends have met over."""
+        """`proven`: the authenticated TCP connection between the two ends."""
         if why_no_ucx():
             raise OSError(why_no_ucx())
         import ucxx._lib.libucxx as api
@@ -156,7 +154,7 @@ class UcxChannel(TcpChannel):
         return bytes(memoryview(self._worker.address)).hex()
 
     def meet(self, theirs: str) -> None:
-        """Raises OSError."""
+        """Connects to the other end's UCX address. Raises OSError."""
         try:
             address = self._api.UCXAddress.create_from_buffer(bytes.fromhex(theirs))
             self._endpoint = self._api.UCXEndpoint.create_from_worker_address(
@@ -195,7 +193,7 @@ class UcxChannel(TcpChannel):
         super().close()
 
     def _wait(self, request: Any) -> None:
-        """Raises OSError, TimeoutError."""
+        """Waits until `request` is complete. Raises OSError, TimeoutError."""
         end = time.monotonic() + self._seconds
         while not request.completed:
             if self._cut.is_set():
@@ -219,30 +217,30 @@ _KEY = 32
 
 
 class Forged(Exception):
-    """A frame is not what the other end sent as the next one."""
+    """A received frame is not the one that the other end sent next."""
 
 
 class Frame:
-    """One frame on its way, piece by piece."""
+    """Authenticates a frame, and encrypts or decrypts it if required, piece by piece."""
 
     def __init__(self, context: Any, header: bytes, encrypted: bool) -> None:
         self._context, self._encrypted = context, encrypted
         context.authenticate_additional_data(header)
 
     def work(self, view: memoryview | bytearray) -> None:
-        """The next bytes of it, which are changed in place if the connection is encrypted."""
+        """Processes the next bytes of the frame, in place if the connection is encrypted."""
         if self._encrypted:
             self._context.update_into(view, view)
         else:
             self._context.authenticate_additional_data(view)
 
     def tag(self) -> bytes:
-        """What ends a frame that is sent."""
+        """Returns the tag that ends a frame that is sent."""
         self._context.finalize()
         return bytes(self._context.tag)
 
     def check(self, tag: bytes | bytearray) -> None:
-        """Whether a frame that was received is the one that was sent. Raises Forged."""
+        """Checks that a received frame is the one that was sent. Raises Forged."""
         try:
             self._context.finalize_with_tag(bytes(tag))
         except InvalidTag as error:
@@ -250,7 +248,7 @@ class Frame:
 
 
 class Direction:
-    """One way of a connection. Frames are numbered, and must be finished one after the other."""
+    """One direction of a connection. Frames are numbered, and must be finished one after the other."""
 
     def __init__(self, key: bytes, encrypted: bool) -> None:
         self._key, self.encrypted = AES(key), encrypted
@@ -269,8 +267,9 @@ class Direction:
 
 
 def directions(token: str, said: bytes, encrypted: bool) -> tuple[Direction, Direction]:
-    """From the caller to the one who is called, and back. `said`: all that the two agreed on, with a fresh
-    nonce of each (HKDF, RFC 5869)."""
+    """Returns the directions from client to server, and back. Keys are derived by HKDF (RFC 5869).
+
+    Their input is all that the two agreed on, with a fresh nonce of each."""
     salt = hashlib.sha256(said).digest()
     keys = HKDF(SHA256(), 2 * _KEY, salt, b"tiercheck exchange").derive(token.encode())
     return Direction(keys[:_KEY], encrypted), Direction(keys[_KEY:], encrypted)

@@ -1,10 +1,10 @@
 """Pulls an artifact from the memory of several holders at once into a slot, verifying each chunk.
 
-All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or
-brings damaged chunks drops out, and the others go on; what has arrived verified is never asked for again.
+All holders of an artifact have the same digests, so any of them can deliver any chunk. A holder that breaks
+off or sends damaged chunks drops out, and the others go on; a verified chunk is never requested again.
 
-A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once
-it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
+A chunk is received into its place and checked there. Only one stream at a time may write to a place, and none
+once it is verified. A chunk that a second holder sends because the first is late goes to a separate buffer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Dial:
 
     worker: int
     connect: Callable[[], Wire]
-    """Raises WireBroken, PeerRefused."""
+    """Connects to the holder. Raises WireBroken, PeerRefused."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Opening:
     dial: Dial
     wire: Wire
     seal: Seal
-    """What we will hold, if its copy is as it says."""
+    """The seal of the fetched artifact, if the holder's copy is as described."""
 
     def chunks(self) -> Chunks:
-        """What it sends."""
+        """Returns the receiver for the chunks that it sends."""
         return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
 
 
 @contextlib.contextmanager
 def failing_as_source() -> Iterator[None]:
-    """What fails of a connection is the source's. Raises SourceFailed."""
+    """Turns failures of a connection into SourceFailed."""
     try:
         yield
     except (PeerRefused, OSError) as error:
@@ -64,11 +64,10 @@ def failing_as_source() -> Iterator[None]:
 
 
 def open_copy(artifact: Artifact, dial: Dial, *, bare: bool = False, share: Share | None = None) -> Opening:
-    """Returns a connection on which chunks of an artifact, or of the parity block `share`, can be asked for
-    by index. `bare`: whether they may come so; they are received with `Opening.chunks` then.
+    """Returns a connection to request chunks of an artifact, or of the parity block `share`, by index.
 
-    Raises SourceFailed (SourceGone, SourceCorrupt if what is said of the copy cannot be true).
-    """
+    `bare`: chunks may be sent bare; they are then received with `Opening.chunks`. Raises SourceFailed
+    (SourceGone, SourceCorrupt if the description of the copy cannot be true)."""
     with failing_as_source():
         wire = dial.connect()
         try:
@@ -89,29 +88,30 @@ def open_copy(artifact: Artifact, dial: Dial, *, bare: bool = False, share: Shar
 
 
 def holdings(dial: Dial, rank: int = -1, share: Share | None = None) -> tuple[ListedArtifact, ...]:
-    """Returns the whole artifacts of `rank` that a peer holds, or those of the parity block `share`. Raises
-    SourceFailed."""
+    """Returns the whole artifacts of `rank`, or of block `share`, at a peer. Raises SourceFailed."""
     with failing_as_source(), contextlib.closing(dial.connect()) as wire:
         return list_held(wire, rank, share)
 
 
 def list_held(wire: Wire, rank: int, share: Share | None = None) -> tuple[ListedArtifact, ...]:
-    """As `holdings`, on a connection that is there already. Raises WireBroken."""
+    """Does the same as `holdings`, on an open connection. Raises WireBroken."""
     wire.send(Ask("list", rank, share=share))
     return wire.receive(Say).listed
 
 
 def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> Say:
-    """Tells a holder that chunks of its copy do not match their digests. Returns what it finds when it reads
-    it again: "ok" if all is well. Raises SourceFailed."""
+    """Reports damaged chunks to a holder, and returns its answer once it has reread its copy.
+
+    The answer's state is "ok" if the copy is good. Raises SourceFailed."""
     with failing_as_source(), contextlib.closing(dial.connect()) as wire:
         wire.send(Ask.about("corrupt", artifact, share=share))
         return wire.receive(Say)
 
 
 class ChunkCollection:
-    """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who
-    helped."""
+    """Collects the chunks of an artifact from several holders. Raises NoFreeSlot, OSError.
+
+    After `run`, `reasons` and `bad` describe what went wrong; `workers` delivered chunks."""
 
     def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
         self.seal = seal
@@ -124,7 +124,7 @@ class ChunkCollection:
         self._wires: set[Wire] = set()
         self._brought: set[int] = set()
         self._doubted: set[int] = set()
-        """Whose bare chunks were not what was sealed."""
+        """Workers that sent bare chunks which were not what was sealed."""
         self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
 
@@ -133,7 +133,7 @@ class ChunkCollection:
         return tuple(sorted(self._brought))
 
     def run(self) -> bool:
-        """Whether it is here, verified and sealed. Raises NotASlot, OSError; then no slot is taken."""
+        """Returns whether the artifact is sealed. Raises NotASlot, OSError; then no slot is taken."""
         each = max(1, stream_count(self.seal.digests) // len(self._openings))
         streams = [(one.dial, one if n == 0 else None) for one in self._openings for n in range(each)]
         self._streams.update(dial.worker for dial, _ in streams)
@@ -151,8 +151,9 @@ class ChunkCollection:
             self._draft.release()
 
     def _stream(self, dial: Dial, opening: Opening | None) -> None:
-        """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare,
-        until one of them is altered."""
+        """Receives chunks from one holder, and reconnects as long as each connection delivers some.
+
+        Chunks may be bare until one of them is altered."""
         brought, reason, bare = 1, "", True
         try:
             while brought and not self._gathering.over:
@@ -197,7 +198,7 @@ class ChunkCollection:
                     self._wires.discard(wire)
 
     def _chunks(self, opening: Opening) -> Iterator[int]:
-        """Ask, receive, verify; one item for each good chunk. Raises WireBroken, OSError."""
+        """Requests, receives and verifies chunks; yields each good one. Raises WireBroken, OSError."""
         worker, wire, chunks = opening.dial.worker, opening.wire, opening.chunks()
         owed: deque[int] = deque()
         try:
@@ -211,7 +212,7 @@ class ChunkCollection:
                 self._settle()
 
     def _take_in(self, index: int, worker: int, wire: Wire, chunks: Chunks) -> bool:
-        """Receive a chunk; whether it is good. Raises WireBroken."""
+        """Receives a chunk and returns whether it is good. Raises WireBroken."""
         place = chunk_view(self._draft.view, self.seal.digests, index)
         with self._changed:
             mine = index not in self._writers and not self._gathering.is_here(index)
@@ -239,14 +240,13 @@ class ChunkCollection:
         return good
 
     def _clear(self, index: int) -> None:
-        """Under the lock. Nobody writes to the chunk's place any more: who is late with it, on a slow line,
-        is cut off."""
+        """Cuts off a slow stream that is still writing to the chunk's place. Called under the lock."""
         if index in self._writers:
             self._writers[index].cut()
             self._changed.wait_for(lambda: index not in self._writers)
 
     def _next(self, worker: int, owed: deque[int]) -> int | None:
-        """What to ask for. Waits for it while nothing is owed; None then: there is nothing more."""
+        """Returns the chunk to request or None; waits for one while none is pending and some are missing."""
         with self._changed:
             while True:
                 index = self._gathering.take(worker, time.monotonic())
@@ -256,17 +256,16 @@ class ChunkCollection:
                 self._changed.wait(OVERDUE / 4)
 
     def _settle(self) -> None:
-        """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told
-        to stop."""
+        """Wakes waiting streams after a change, and ends all once complete. Called under the lock."""
         if self._gathering.complete:
             for wire in self._wires:
                 wire.cut()
         self._changed.notify_all()
 
     def _examine(self) -> None:
-        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose
-        bare chunks were altered nothing bad is believed but its own word.
-        """
+        """Asks holders that sent damaged chunks to reread: is the copy bad, or the connection?
+
+        If only bare chunks were altered, the copy counts as bad only if the holder itself reports it."""
         for opening in self._openings:
             worker = opening.dial.worker
             damaged = self._gathering.brought_damaged(worker)
@@ -284,20 +283,20 @@ class ChunkCollection:
 
 
 _GRACE = 0.3
-"""Seconds that the first source to answer waits for the others."""
+"""Seconds to wait for the other sources once the first has answered."""
 
 
 @dataclass(frozen=True)
 class Fetched:
     seal: Seal
     workers: tuple[int, ...]
-    """Who brought chunks of it."""
+    """The workers that delivered chunks of it."""
     bad: tuple[Quarantined, ...] = ()
-    """Whose copies proved bad on the way."""
+    """The copies that proved bad on the way."""
 
 
 def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
-    """Copy and seal `artifact`. Raises TriedInVain, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
+    """Copies and seals `artifact`. Raises TriedInVain, NoFreeSlot, NotASlot, OSError, keeping no slot."""
     reasons: list[str] = []
     bad: list[Quarantined] = []
     with contextlib.ExitStack() as stack:
@@ -320,8 +319,9 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
 def _open_all(
     artifact: Artifact, sources: Sequence[Dial], reasons: list[str], bad: list[Quarantined]
 ) -> list[Opening]:
-    """Those that have it; of the others, `reasons` and `bad` copies. One that does not answer is not waited
-    for once another has."""
+    """Returns the sources that have it; adds the failures of others to `reasons` and `bad`.
+
+    Once a source has answered, the others get only a short time."""
     pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="fetch")
     futures = {pool.submit(open_copy, artifact, dial, bare=True): dial.worker for dial in sources}
     pool.shutdown(wait=False)

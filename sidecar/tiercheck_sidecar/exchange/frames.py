@@ -1,9 +1,9 @@
 """Sends and receives on an exchange connection: JSON messages with a length, and chunks.
 
-Once the two ends have proved who they are, everything carries a tag (`channel`). Chunks whose tags were
-made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel
-takes their bytes from the slot. Others pass through a small buffer that stays in the cache. All go from the
-connection to their place.
+Once the two ends are authenticated, everything carries a tag (`channel`). Chunks that were tagged when their
+artifact was sealed (`tags`) are sent bare: only their header is tagged here, and the kernel takes their bytes
+from the slot. Others pass through a small buffer that stays in the cache. Received chunks are written
+directly to their destination.
 """
 
 from __future__ import annotations
@@ -33,49 +33,51 @@ IO_TIMEOUT = GIVEN_UP
 IDLE_TIMEOUT = 600.0
 """Seconds that a connection may lie idle between two artifacts."""
 LONGEST_STRANGER = 16 * 1024
-"""Bytes of a message from someone who has not proved anything yet."""
+"""Bytes. The limit for a message from a peer that is not authenticated yet."""
 LONGEST = 64 * 1024 * 1024
 END = 0xFFFFFFFF
-"""Instead of a chunk's index: no more chunks for now."""
+"""The index that ends a sequence of chunks."""
 
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _LENGTH = struct.Struct("<I")
 _CHUNK = struct.Struct("<II?")
-"""Index, bytes, and whether they travel bare."""
+"""The header of a chunk: its index, its length, and whether it is sent bare."""
 _MESSAGE, _INDEX, _PART = b"m", b"i", b"c"
-"""Kinds of frames: none is taken for one of another."""
+"""Kinds of frames, which are part of what is tagged, so that none is taken for another kind."""
 _PIECE = 256 * 1024
 """Bytes that are read, tagged and sent at once, from the cache."""
 
 
 class WireBroken(OSError):
-    """The connection failed, timed out, or said something senseless. A new one may work."""
+    """The connection failed, timed out, or carried an invalid message. A new one may work."""
 
 
 class PeerSilent(WireBroken):
-    """Nothing came back in time, or there is no way to the host."""
+    """Nothing arrived in time, or there is no route to the host."""
 
 
 class Altered(WireBroken):
-    """A chunk that travelled bare is not what was sealed: its bytes changed on the way, or in the memory that
-    they came from. Sent again, not bare, it shows which. What comes after it on the connection is as good as
-    before.
+    """A chunk that was sent bare is not what was sealed.
+
+    Its bytes changed on the way, or in the sender's memory. Sending it again, not bare, shows which. The
+    connection remains usable.
     """
 
 
 @dataclass(frozen=True)
 class Ask:
-    """From the side that connected. `op`:
+    """A request of the client. `op` is one of:
 
-    - "offer": will you keep this artifact? - "join": chunks of `transfer` follow, until END; answered by the
-      damaged ones.
-    - "commit": all chunks were sent. - "read": have you this artifact? Then its chunks are asked for by
-      index, until END.
-    - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank`
-      have you?
-    - "pulse": are you there? - "ucx": may UCX carry what follows? Its worker here has `address`.
-    - "fold": will you fold this artifact of mine into a block? - "chunks": chunks of it follow, until END;
-      answered by the damaged ones.
+    - "offer": keep this artifact.
+    - "join": chunks of `transfer` follow, until END; the answer names the damaged ones.
+    - "commit": all chunks were sent.
+    - "read": open this artifact; its chunks are then requested by index, until END.
+    - "corrupt": the chunks of this artifact do not match their digests.
+    - "list": list the artifacts of `rank` that are held.
+    - "pulse": a heartbeat.
+    - "ucx": let UCX carry what follows; the client's UCX worker has `address`.
+    - "fold": fold this artifact of the client into a block.
+    - "chunks": chunks of it follow, until END; the answer names the damaged ones.
     - "status": answered when it differs from the last answer on this connection, or after a few seconds.
 
     With a `share`, "read", "list" and "corrupt" are about that parity block of the version and kind.
@@ -89,20 +91,20 @@ class Ask:
     transfer: str = ""
     kind: Kind = Kind.SNAPSHOT
     tags: Tags | None = None
-    """With "offer": chunks may come bare."""
+    """The tags of an offered artifact: its chunks may be sent bare."""
     bare: bool = False
-    """With "read": whether chunks may come bare."""
+    """True if a "read" accepts bare chunks."""
     address: str = ""
     share: Share | None = None
 
     @staticmethod
     def about(op: str, artifact: Artifact, **more: Any) -> Ask:
-        """With the artifact's name."""
+        """Returns a request about `artifact`."""
         return Ask(op, artifact.rank, artifact.version, kind=artifact.kind, **more)
 
     @property
     def artifact(self) -> Artifact:
-        """Raises WireBroken if it names none."""
+        """Returns the artifact that the request names. Raises WireBroken if it names none."""
         if self.version is None or self.rank < 0:
             raise WireBroken("which artifact?")
         return Artifact(self.rank, self.version, self.kind)
@@ -110,7 +112,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ListedArtifact:
-    """A whole artifact that a peer holds, or that a parity block there is made of."""
+    """A whole artifact that a peer holds, or that a parity block there was made from."""
 
     artifact: Artifact
     bytes: int
@@ -118,8 +120,10 @@ class ListedArtifact:
 
 @dataclass(frozen=True)
 class Say:
-    """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again",
-    "bad", "status"; "in" (folded; other members' are awaited), "late" (nobody will need the block)."""
+    """An answer. `state` is one of:
+
+    "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again", "bad", "status", "in"
+    (folded; other members' artifacts are awaited), "late" (the block will not be needed)."""
 
     state: str
     message: str = ""
@@ -129,103 +133,101 @@ class Say:
     damaged: tuple[int, ...] = ()
     listed: tuple[ListedArtifact, ...] = ()
     attempt: int = 0
-    """The newest attempt that the one who answers knows; 0: not said."""
+    """The newest attempt that the server knows; 0: not given."""
     signature: str = ""
-    """The operator's, of that attempt."""
+    """The operator's signature of that attempt."""
     tags: Tags | None = None
     addresses: tuple[NamedAddress, ...] = ()
-    """With "ok" to the handshake: where the one who answers listens beside its pod's address."""
+    """The server's addresses beside its pod's, sent with "ok" to the handshake."""
     ucx: bool = False
-    """With "ok" to the handshake: UCX may carry what follows."""
+    """True if UCX may carry what follows, sent with "ok" to the handshake."""
     address: str = ""
-    """With "ok" to "ucx": of the worker there."""
+    """The address of the server's UCX worker, sent with "ok" to "ucx"."""
     missing: tuple[int, ...] = ()
-    """Chunks that no stream brought yet."""
+    """Chunks that no stream has delivered yet."""
     members: tuple[Digests, ...] = ()
-    """Of a block that is found: of each member's artifact, in coding order."""
+    """The digests of each member's artifact in a block that is found, in coding order."""
     complete: tuple[Artifact, ...] = ()
-    """Artifacts of the asking worker whose blocks are sealed here."""
+    """Artifacts of the client in blocks that are sealed here."""
     folded: tuple[Artifact, ...] = ()
-    """Artifacts of the asking worker that are wholly in blocks which still wait for other members."""
+    """Artifacts of the client that are wholly in blocks which still wait for other members."""
 
 
 def _nobody(_: object) -> None:
-    """For what nobody watches."""
+    """Does nothing."""
 
 
 class Wire:
-    """One connection. Used and closed by one thread at a time; only `cut` may come from another."""
+    """One connection. One thread at a time uses and closes it; only `cut` may be called from another."""
 
     def __init__(self, connection: TcpChannel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
         self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
         self._seconds = timeout
         self.patience(timeout)
         self.offers_ucx = False
-        """Whether the other end does."""
+        """True if the other end offers UCX."""
         self.sent = 0
-        """Bytes of chunks, whether or not they arrived."""
+        """Bytes of chunks that were sent, whether or not they arrived."""
         self.heard: Callable[[int], None] = _nobody
-        """Called with the bytes of each piece of a chunk that was received; what it raises ends the
-        receiving."""
+        """A callback that gets the size of each received piece of a chunk; its exceptions end receiving."""
         self._deadline = float("inf")
         self._out: Direction | None = None
         self._in: Direction | None = None
         self._chunk: Frame | None = None
         self._bare = False
         self._left = 0
-        """Bytes of the chunk that is arriving."""
+        """Bytes that are still missing of the chunk that is arriving."""
         self._buffer = memoryview(b"")
         self._tagger: Callable[[Artifact, str], Tagger] | None = None
 
     def protect(self, out: Direction, into: Direction, tagger: Callable[[Artifact, str], Tagger]) -> None:
-        """From now on, for each direction. `tagger`: for artifacts of the job that both ends belong to, by
-        their salts."""
+        """Protects all that follows, in each direction. `tagger` returns an artifact's tagger for a salt."""
         self._out, self._in, self._tagger = out, into, tagger
 
     def tagger(self, artifact: Artifact, salt: str) -> Tagger:
-        """To check tags with that the other end names. Raises WireBroken."""
+        """Returns the tagger that checks tags which the other end sent. Raises WireBroken."""
         if self._tagger is None:
             raise WireBroken("nothing was proved yet")
         return self._tagger(artifact, salt)
 
     @property
     def near_end(self) -> tuple[str, int]:
-        """IP address and port of our end. Raises WireBroken."""
+        """Returns the IP address and port of this end. Raises WireBroken."""
         return _address(lambda: self._channel.near_end)
 
     @property
     def far_end(self) -> tuple[str, int]:
-        """IP address and port of the other end. Raises WireBroken."""
+        """Returns the IP address and port of the other end. Raises WireBroken."""
         return _address(lambda: self._channel.far_end)
 
     def patience(self, seconds: float) -> None:
-        """How long one call may wait for progress."""
+        """Sets how long one call may wait for progress."""
         self._seconds = seconds
         self._channel.patience(seconds)
 
     @property
     def channel(self) -> TcpChannel:
-        """What carries it."""
+        """Returns the channel that carries the bytes."""
         return self._channel
 
     def move(self, channel: TcpChannel) -> None:
-        """`channel` carries what follows; the other end does the same."""
+        """Switches to `channel`; the other end does the same."""
         channel.patience(self._seconds)
         self._channel = channel
 
     def hurry(self, seconds: float) -> None:
-        """Everything received from now on must have come within `seconds`, however steadily it trickles."""
+        """Sets a deadline in `seconds` for all further receiving, however steadily data arrives."""
         self._deadline = time.monotonic() + seconds
 
     def cut(self) -> None:
-        """End whatever the other thread waits for."""
+        """Ends another thread's wait."""
         self._channel.cut()
 
     def close(self) -> None:
         self._channel.close()
 
     def send(self, message: object) -> None:
-        """Raises WireBroken."""
+        """Sends a message as JSON. Raises WireBroken."""
         body = bytearray(to_json(message))
         header = _LENGTH.pack(len(body))
         tag = b""
@@ -236,7 +238,7 @@ class Wire:
         self._send_all(header + body + tag)
 
     def receive(self, cls: type[T], longest: int = LONGEST) -> T:
-        """Raises WireBroken."""
+        """Receives a message of at most `longest` bytes. Raises WireBroken."""
         header = self._take(_LENGTH.size)
         (length,) = _LENGTH.unpack(header)
         if length > longest:
@@ -274,8 +276,9 @@ class Wire:
         *,
         bare: bool = False,
     ) -> None:
-        """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to
-        be encrypted. Raises WireBroken."""
+        """Sends a chunk of the open file `file`. Raises WireBroken.
+
+        `bare` if the other end has its tag; on an encrypted connection no chunk is sent bare."""
         bare = bare and not (self._out is not None and self._out.encrypted)
         header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
@@ -293,7 +296,7 @@ class Wire:
             raise wire_error(error) from error
 
     def receive_chunk_header(self) -> tuple[int, int]:
-        """(index, length); index END ends the stream. The bytes are to be received next, all of them."""
+        """Returns (index, length); index END ends the stream. All its bytes must be received next."""
         header = self._take(_CHUNK.size)
         index, length, bare = _CHUNK.unpack(header)
         frame = self._receiving(_PART + header)
@@ -305,11 +308,10 @@ class Wire:
         return index, length
 
     def receive_into(self, view: memoryview, sealed: ChunkTag | None = None) -> bool:
-        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were
-        received.
+        """Fills `view` with the next bytes of a chunk, which are unverified until its last ones arrive.
 
-        What comes bare must be `sealed`, all of the chunk at once: then True is returned, and nothing else
-        need be compared. Raises WireBroken, Altered.
+        A bare chunk must be received at once and match `sealed`: then True is returned, and its digest need
+        not be compared. Raises WireBroken, Altered.
         """
         if self._chunk is None or len(view) > self._left:
             raise WireBroken("the chunk has fewer bytes")
@@ -358,15 +360,16 @@ class Wire:
         return self._in.receiving(header)
 
     def _check(self, frame: Frame) -> None:
-        """Receive the tag that ends `frame`. Raises WireBroken."""
+        """Receives and checks the tag that ends `frame`. Raises WireBroken."""
         try:
             frame.check(self._take(TAG))
         except Forged as error:
             raise WireBroken(str(error)) from error
 
     def _fill(self, view: memoryview, check: Callable[[memoryview], None] = _nobody) -> None:
-        """`check` is shown what each call brought, while it is in the core's own cache. To ask for less
-        at once costs more than that saves."""
+        """Fills `view`. `check` gets what each call received, while it is in the core's own cache.
+
+        Receiving less per call costs more than it saves."""
         try:
             while view:
                 got = self._channel.receive_into(view)
@@ -392,7 +395,7 @@ class Wire:
 
 
 def _portions(offset: int, length: int, pace: Portion | None) -> Iterator[tuple[int, int]]:
-    """Where to send from next, and how many bytes, as `pace` grants them."""
+    """Yields the offset and size of each piece to send, as `pace` permits."""
     end = offset + length
     while offset < end:
         size = min(pace.piece or length, end - offset) if pace else length
@@ -414,7 +417,7 @@ def _address(of: Callable[[], Any]) -> tuple[str, int]:
 
 
 def wire_error(error: OSError) -> WireBroken:
-    """`error` of a socket, told apart."""
+    """Converts a socket's `error` to WireBroken or PeerSilent."""
     if isinstance(error, WireBroken):
         return error
     if isinstance(error, (BlockingIOError, TimeoutError)):

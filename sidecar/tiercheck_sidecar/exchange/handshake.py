@@ -1,10 +1,10 @@
-"""Lets no strangers on the wire: both ends prove first that they know the job's token.
+"""Authenticates both ends of a connection: each proves that it knows the job's token.
 
-The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that
-was claimed and over the address at which the two met, so a recorded proof is worth nothing, and neither is a
-proof made for the other direction or passed on by somebody in between, such as whoever has a dead pod's
-address now. What was said so far, and the token, then give the keys for everything that follows
-(`channel`), so that nobody can speak in the place of either end later.
+The token itself is never sent. Each side answers the other's fresh nonce with an HMAC over everything that
+was claimed and over the server's address. So a recorded proof is worthless, and so is one that was made for
+the other direction or relayed by a third party, such as a pod that got a dead pod's address. The messages so
+far, and the token, then give the keys for everything that follows (`channel`), so that no third party can
+impersonate either end later.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ CONNECT_TIMEOUT = 3.0
 
 
 class PeerRefused(Exception):
-    """The other sidecar does not talk to us, or is not one of this job; the message is a sentence."""
+    """A sidecar refuses the connection, or is not one of this job; the message is a sentence."""
 
     def __init__(self, message: str, attempt: SignedAttempt | None = None) -> None:
-        """`attempt`: the one that it knows; None: it did not prove to be who was meant."""
+        """`attempt`: the newest that the peer knows; None: it is not authenticated as the expected one."""
         super().__init__(message)
         self.attempt = attempt
 
 
 @dataclass(frozen=True)
 class CallerClaim:
-    """Who calls, about which job, in which attempt."""
+    """The client's identity: its job, worker and attempt."""
 
     job_uid: str
     worker: int
     attempt: int
     nonce: str
     encrypted: bool = False
-    """Whether it wants the connection to be encrypted."""
+    """True if the client requires encryption."""
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """Who was called, and the attempt that it follows."""
+    """The server's answer: its worker, and the attempt that it follows."""
 
     worker: int
     nonce: str
     proof: str
     attempt: int = 0
     encrypted: bool = False
-    """Whether the connection will be encrypted: if either wants it."""
+    """True if the connection will be encrypted, because either end requires it."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,30 @@ class CallerProof:
 
 @dataclass
 class Identity:
-    """This sidecar, as it presents itself."""
+    """Holds what this sidecar presents to its peers."""
 
     job_uid: str
     worker: int
-    """Set anew when this sidecar becomes another worker."""
+    """The worker number, which changes when this sidecar becomes another worker."""
     token: str
     host: str
-    """Connections start here, so that network rules can tell pods apart."""
+    """The source address of connections, so that network rules can distinguish pods."""
     encrypts: Callable[[], bool] = lambda: False
-    """Whether nothing may leave or arrive in the clear."""
+    """Returns whether all connections must be encrypted."""
     ucx: Callable[[], bool] = lambda: False
-    """Whether UCX shall carry what follows a handshake, and is there."""
+    """Returns whether UCX is to carry what follows a handshake, and is available."""
     addresses: PeerAddresses = field(default_factory=PeerAddresses)
-    """Of this sidecar and its peers, beside those of their pods."""
+    """The addresses of this sidecar and its peers, beside those of their pods."""
 
     def tagger(self, artifact: Artifact, salt: str) -> Tagger:
-        """For an artifact of this job that was sealed with `salt`."""
+        """Returns the tagger for an artifact of this job that was sealed with `salt`."""
         return Tagger(self.token, self.job_uid, artifact, salt)
 
 
 def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """A proven connection to `peer`'s sidecar, over the interfaces that the job names; over its pod's
-    address, where none of them leads there. `port`: the usual one, which that address need not name. Raises
-    WireBroken, PeerRefused."""
+    """Returns an authenticated connection to `peer`'s sidecar. Raises WireBroken, PeerRefused.
+
+    It uses the job's interfaces, or else the pod's address. `port`: the default if `peer.host` names none."""
     wire = _dial_routes(identity, attempt, peer, port)
     if wire is None:
         wire, is_news = _dial_pod(identity, attempt, peer, port)
@@ -122,19 +122,18 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
 
 
 def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """As `dial`, over the pod's address: whether that works is the question. Raises WireBroken,
-    PeerRefused."""
+    """Tests the pod's address: `dial` without other routes. Raises WireBroken, PeerRefused."""
     return _dial_pod(identity, attempt, peer, port)[0]
 
 
 def _dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> tuple[Wire, bool]:
-    """Also returns whether the peer told addresses that were not known. Raises WireBroken, PeerRefused."""
+    """Connects; also returns whether the peer's addresses are new. Raises WireBroken, PeerRefused."""
     wire, said = _meet(identity, attempt, peer, endpoint(peer.host, port), identity.host)
     return wire, identity.addresses.hear(peer, said.addresses)
 
 
 def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire | None:
-    """None if no route works. Raises PeerRefused, as only the one who is meant can."""
+    """Returns None if no route works. Raises PeerRefused if the authenticated peer itself refuses."""
     book = identity.addresses
     for route in book.routes(peer):
         try:
@@ -161,7 +160,7 @@ def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wir
 def _meet(
     identity: Identity, attempt: int, peer: Peer, target: tuple[str, int], source: str
 ) -> tuple[Wire, Say]:
-    """A proven connection to `target`, and what was said last. Raises WireBroken, PeerRefused."""
+    """Returns a connection to `target`, and its last answer. Raises WireBroken, PeerRefused."""
     host = target[0]
     try:
         connection = socket.create_connection(target, CONNECT_TIMEOUT, (source, 0))
@@ -178,8 +177,8 @@ def _meet(
             raise PeerRefused(
                 f"{host} does not know this job's token, or was meant to be reached at another address"
             )
-        # Workers are numbered anew between attempts, and not all are told at once: one of a newer attempt
-        # will say so. Within one, somebody else has the address now.
+        # Workers are renumbered between attempts, and not all learn it at once: a newer attempt is reported
+        # below. Within one attempt, another worker has got the address.
         if challenge.worker != peer.worker and challenge.attempt == attempt:
             called = f"worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
             raise PeerRefused(f"{host} is the sidecar of {called}")
@@ -208,8 +207,7 @@ def _closed_by_failure(wire: Wire) -> Iterator[None]:
 
 
 def ask_for_ucx(wire: Wire) -> None:
-    """Let UCX carry what follows on a proven connection, unless one of its ends cannot. Raises
-    WireBroken."""
+    """Switches an authenticated connection to UCX, unless an end cannot use it. Raises WireBroken."""
     try:
         channel = UcxChannel(wire.channel)
     except OSError as error:
@@ -228,7 +226,7 @@ def ask_for_ucx(wire: Wire) -> None:
 
 
 def answer_ucx(wire: Wire, address: str) -> None:
-    """What the other end does meanwhile. Raises WireBroken."""
+    """Answers `ask_for_ucx` on the other end. Raises WireBroken."""
     try:
         channel = UcxChannel(wire.channel)
         channel.meet(address)
@@ -246,15 +244,15 @@ def admit(
     attempt: Callable[[], int] = lambda: 0,
     newest: Callable[[], SignedAttempt] = lambda: SignedAttempt(0),
 ) -> CallerClaim:
-    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the
-    `attempt` that we follow, and the `newest` that we know.
+    """Authenticates a client: the other end of `dial`. Raises WireBroken, PeerRefused.
 
-    Raises WireBroken, PeerRefused.
+    `objection` returns a sentence if an authenticated client is refused. The client gets the `attempt` that
+    this sidecar follows, and the `newest` that it knows.
     """
     wire.patience(CONNECT_TIMEOUT)
     wire.hurry(CONNECT_TIMEOUT)
     claim = wire.receive(CallerClaim, LONGEST_STRANGER)
-    follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
+    follows = attempt()  # read first: a worker's new number is set before the attempt
     encrypted = claim.encrypted or identity.encrypts()
     blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
@@ -281,13 +279,10 @@ def _proof(token: str, role: str, claim: CallerClaim, challenge: Challenge, addr
 
 
 def _said(role: str, claim: CallerClaim, challenge: Challenge, address: tuple[str, int]) -> bytes:
-    """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing
-    rewrites it."""
+    """Returns the bytes to sign. `address`: the server's IP and port, which nothing between pods rewrites."""
     return to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
 
 
 def _same(given: str, expected: str) -> bool:
-    """Compared as bytes: `compare_digest` takes no text that is not ASCII, and a stranger may say
-    anything.
-    """
+    """Compares as bytes: `compare_digest` rejects non-ASCII text, which an unknown peer may send."""
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())

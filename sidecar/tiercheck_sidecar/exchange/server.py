@@ -1,11 +1,11 @@
-"""Meets the job's other sidecars: listens for them, and asks each neighbour whether it is there.
+"""Accepts connections from the job's other sidecars, and sends heartbeats to replication peers.
 
 It listens at the pod's address and the interfaces that the job names. Each connection has a thread. Nothing
 is acknowledged before it is verified.
 
-Neighbours are asked twice a second, as streams fall silent when training does, and then tell nothing. With
-each answer comes the attempt that the neighbour follows, so a worker that was cut off learns that the job
-went on without it.
+Heartbeats are sent twice a second, because streams are idle when training stops, and then show nothing. Each
+answer carries the newest attempt that the peer knows, so a worker that was cut off learns that the job
+continues without it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tiercheck_sidecar.vault import Vault
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 30.0
-"""Seconds after which the pod's interfaces are looked at again."""
+"""Seconds between checks of the pod's interfaces."""
 _BACKLOG = 128
 
 
 class Listeners:
-    """Thread-safe. Never at all addresses at once: who is meant is proved by the address."""
+    """Listens at single addresses, never at all at once: proofs cover the address. Thread-safe."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Listeners:
         serve: Callable[[socket.socket], None],
         own: Callable[[], Sequence[OwnAddress]] = own_addresses,
     ) -> None:
-        """`serve` is given each new connection."""
+        """`serve` is called with each new connection."""
         self._state, self._identity, self._port = state, identity, port
         self._serve, self._own = serve, own
         self._lock = threading.Lock()
@@ -58,14 +58,14 @@ class Listeners:
         self._listeners: dict[str, socket.socket] = {}
 
     def start(self) -> None:
-        """Raises OSError if the pod's address cannot be used."""
+        """Starts to listen. Raises OSError if the pod's address cannot be used."""
         self._listen(self._identity.host, vital=True)
         self._port = self.address[1]
         self._state.threads.loop("exchange-interfaces", self._follow)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the pod."""
+        """Returns the pod's IP address and port."""
         host, port, *_ = self._listeners[self._identity.host].getsockname()
         return str(host), int(port)
 
@@ -103,7 +103,7 @@ class Listeners:
             self._serve(connection)
 
     def _follow(self) -> None:
-        """What the newest directive names. A change is for connections that are made from then on."""
+        """Follows the interfaces in the newest directive. Changes apply to connections made afterwards."""
         looked = 0.0
         used: tuple[str, ...] = ()
         by_ucx = False
@@ -119,7 +119,7 @@ class Listeners:
                 self._state.problem("InterfaceMissing", told)
 
     def _use(self, entries: Sequence[str]) -> str:
-        """Listen there, and only there. Returns what a person should know; empty if all is well."""
+        """Listens only there. Returns the problem to report to the user; empty if there is none."""
         own, pod = self._own(), self._identity.host
         chosen = choose_addresses(entries, own, pod)
         wanted = {each.host for each in chosen.addresses}
@@ -152,13 +152,13 @@ class Listeners:
 
 
 _MOST_STRANGERS = 256
-"""Connections of unknown addresses that have not proved anything yet; each has a few seconds for it."""
+"""Unauthenticated connections of unknown addresses; each has a few seconds to authenticate."""
 _MOST_CONNECTIONS = 512
 _SWEEP_SECONDS = 5.0
 
 
 class ExchangeServer:
-    """`start` raises OSError if the pod's address cannot be used."""
+    """Serves other sidecars. `start` raises OSError if the pod's address cannot be used."""
 
     def __init__(
         self,
@@ -173,11 +173,11 @@ class ExchangeServer:
         self._strangers = Strangers(
             lambda: _MOST_STRANGERS, lambda: named_addresses(state.directive) | identity.addresses.hosts
         )
-        # Who has the token may call in anybody's name, but only from addresses of its own.
+        # A client with the token may claim any worker's number, but only from its own addresses.
         self._known = Strangers(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
         self.inbox = Inbox(vault)
         self.language: Language = lambda wire, claim: {}
-        """What else can be spoken here."""
+        """The handlers of further messages."""
 
     def start(self) -> None:
         self._listeners.start()
@@ -185,7 +185,7 @@ class ExchangeServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens: at the pod's address."""
+        """Returns the pod's IP address and the port at which it listens."""
         return self._listeners.address
 
     def stop(self) -> None:
@@ -246,23 +246,23 @@ def _address_of(connection: socket.socket) -> str:
 
 EVERY = 0.5
 LATE = 0.3
-"""Seconds without an answer after which the controller is to ask as well: it waits as long, meanwhile."""
+"""Seconds without an answer after which the operator is to probe the peer too, in parallel."""
 ANSWER = 2.0
-"""Seconds that an answer may take."""
+"""Seconds that an answer may take before the peer counts as silent."""
 
 
 class HeartbeatSender:
-    """`run` keeps a thread per neighbour of the current attempt.
+    """Sends heartbeats to replication peers of the current attempt, each from a thread of its own.
 
-    A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks
-    proves little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time.
+    These are the workers that this one keeps copies or parity with, in either direction. A broken connection
+    proves little; a peer is reported as lost if a new one cannot be made, or no answer arrives in time.
     """
 
     def __init__(self, state: SidecarState, identity: Identity, port: int) -> None:
         self._state, self._identity, self._port = state, identity, port
         self._era: tuple[int, frozenset[Peer]] = (0, frozenset())
         self._begun: set[Peer] = set()
-        """Who has a thread in this era, which ends when another set takes its place."""
+        """The peers with a thread in this era, which ends when another set replaces this one."""
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=5.0):
@@ -299,7 +299,7 @@ class HeartbeatSender:
                         self._pause(peer)
             except PeerRefused as error:
                 if error.attempt is None:
-                    watch.broken(peer, Break.REFUSED)  # somebody else has its address now
+                    watch.broken(peer, Break.REFUSED)  # another pod has its address
                 else:
                     watch.answered(peer)
                     self._state.learn(error.attempt)
@@ -307,10 +307,10 @@ class HeartbeatSender:
                 watch.broken(peer, Break.SILENT)
             except WireBroken:
                 if connected:
-                    continue  # it may have been started again: look at once
+                    continue  # it may have restarted: try again at once
                 watch.broken(peer, Break.REFUSED)
             except BaseException:
-                watch.broken(peer, Break.REFUSED)  # whatever it says, it is no answer
+                watch.broken(peer, Break.REFUSED)  # an unexpected error is no answer either
                 raise
             self._pause(peer)
 

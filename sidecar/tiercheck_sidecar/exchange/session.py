@@ -1,9 +1,9 @@
-"""One proven connection, as the side that was called sees it: what the caller may offer, read and ask.
+"""Serves one authenticated connection: what the client offers, reads and asks.
 
-What is arriving is kept, so that a broken stream costs only the chunks on the line. A transfer outlives the
-connections that fill it. Who offers the same artifact again is told which chunks are verified already. A
-chunk is received into its place and checked there, against its tag if it travels bare, or else its digest.
-Its place is one stream's at a time, and nobody's once it is verified.
+Received chunks are kept, so that a broken stream costs only the chunks in transit. A transfer outlives the
+connections that fill it: a client that offers the same artifact again learns which chunks are verified. A
+chunk is received into its place and checked there, against its tag if it was sent bare, or else its digest.
+Only one stream at a time may write to a place, and none once it is verified.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, SlotDraft, Vault
 
 LINGER = 30.0
-"""Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
-that needs its slot."""
+"""Seconds that an unfinished transfer waits for its sender; less if another artifact needs its slot."""
 
 
 def refuse_offer(fence: Fence, directive: Directive | None, claim: CallerClaim, ask: Ask) -> Say | None:
-    """The answer to a proven caller's offer that is not taken: "busy", offer it again later; "refused", do
-    not. None if nothing here speaks against it."""
+    """Returns the answer to an offer that is not accepted; None if there is no objection here.
+
+    "busy": it may be offered again later; "refused": it may not."""
     early = fence.refuse_future(claim.attempt, directive)
     if early or directive is None:
         return Say("busy", early)
@@ -63,7 +63,7 @@ def refuse_offer(fence: Fence, directive: Directive | None, claim: CallerClaim, 
 
 
 class Transfer:
-    """One artifact that is arriving, over any number of streams. Thread-safe."""
+    """An artifact that is being received, over any number of streams. Thread-safe."""
 
     def __init__(
         self, draft: SlotDraft, claim: CallerClaim, clock: Callable[[], float] = time.monotonic
@@ -82,20 +82,20 @@ class Transfer:
         return self.draft.seal
 
     def missing(self) -> tuple[int, ...]:
-        """The chunks that are not verified yet."""
+        """Returns the chunks that are not verified yet."""
         return tuple(sorted(set(range(len(self.seal.digests.values))) - self.verified))
 
     def receive(self, wire: Wire) -> tuple[int, ...]:
-        """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
+        """Receives chunks from `wire` until END; returns the damaged ones. Raises WireBroken, OSError."""
         chunks = Chunks.over(wire, self.seal.artifact, self.seal.digests, self.seal.tags)
         with self._stream(wire):
             return chunks.take_all(wire, self._target, lambda index, _: self.verified.add(index))
 
     @contextlib.contextmanager
     def _target(self, index: int) -> Iterator[memoryview]:
-        """Where a chunk is received: its place in the slot, which is its stream's alone until it is verified,
-        and never again written then. Raises WireBroken if another stream is at it.
-        """
+        """Yields where to receive a chunk. Raises WireBroken if another stream is receiving it.
+
+        Its place in the slot belongs to one stream until it is verified, and is never written after that."""
         with self._quiet:
             if index in self._arriving:
                 raise WireBroken("the chunk is being sent on another stream")
@@ -111,13 +111,14 @@ class Transfer:
                     self._arriving.discard(index)
 
     def idle(self) -> float:
-        """Seconds since the last stream ended; 0 while there is one."""
+        """Returns the seconds since the last stream ended; 0 while there is one."""
         with self._quiet:
             return 0.0 if self._wires else self._clock() - self._touched
 
     def begin_again(self, seal: Seal) -> None:
-        """Cut off the streams that there are: their sender has offered the same bytes again, and may bring
-        tags now. Under the new name no stream that was begun before can join late, and be at a chunk."""
+        """Ends all streams after their sender has offered the same bytes again, perhaps with tags.
+
+        The new name prevents earlier streams from joining late and occupying a chunk."""
         with self._quiet:
             self.name = uuid.uuid4().hex
             self._cut()
@@ -125,12 +126,12 @@ class Transfer:
             self.draft.seal = seal
 
     def keep(self) -> None:
-        """Every chunk is verified: seal. Raises NotASlot, OSError, WireBroken if the transfer is over."""
+        """Seals the slot once every chunk is verified. Raises NotASlot, OSError, WireBroken if over."""
         self._end()
         self.draft.keep()
 
     def release(self) -> None:
-        """Give the slot back. Harmless after `keep`, and twice."""
+        """Gives the slot back. Harmless after `keep`, and twice."""
         with contextlib.suppress(WireBroken):
             self._end()
         self.draft.release()
@@ -150,7 +151,7 @@ class Transfer:
                 self._quiet.notify_all()
 
     def _end(self) -> None:
-        """No stream writes into the slot after this."""
+        """Ends the transfer: no stream writes into the slot after this."""
         with self._quiet:
             if self._over:
                 raise WireBroken("the transfer is over")
@@ -164,7 +165,7 @@ class Transfer:
 
 
 class Inbox:
-    """Every transfer of this worker, by name. Thread-safe."""
+    """Holds the transfers to this worker by name. Thread-safe."""
 
     def __init__(self, vault: Vault, clock: Callable[[], float] = time.monotonic) -> None:
         self._vault, self._clock = vault, clock
@@ -172,7 +173,7 @@ class Inbox:
         self._transfers: dict[str, Transfer] = {}
 
     def open(self, claim: CallerClaim, seal: Seal) -> Transfer:
-        """Where the artifact goes: a transfer that broke off, or a new one. Raises NoFreeSlot, OSError."""
+        """Returns the artifact's interrupted transfer, or a new one. Raises NoFreeSlot, OSError."""
         for transfer in self.of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
             if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):
                 self._forget(transfer)
@@ -182,7 +183,7 @@ class Inbox:
         try:
             draft = self._vault.draft(seal)
         except NoFreeSlot:
-            # One that its sender has left gives way: it may never come back.
+            # One without a stream gives way: its sender may never come back.
             rivals = self.of(
                 claim.worker,
                 lambda each: (each.seal.rank, each.seal.kind) == (seal.rank, seal.kind) and each.idle() > 0,
@@ -200,7 +201,7 @@ class Inbox:
         return transfer if transfer is not None and transfer.claim.worker == worker else None
 
     def keep(self, transfer: Transfer) -> None:
-        """Seal it. Raises as `Transfer.keep` does; then it is gone."""
+        """Removes a transfer and seals it. Raises what `Transfer.keep` raises."""
         self._forget(transfer)
         transfer.keep()
 
@@ -209,12 +210,12 @@ class Inbox:
         transfer.release()
 
     def sweep(self) -> None:
-        """Give up what nobody came back for."""
+        """Releases transfers that have been idle for too long."""
         for transfer in self.of(None, lambda each: each.idle() > LINGER):
             self.release(transfer)
 
     def of(self, worker: int | None, wanted: Callable[[Transfer], bool] = lambda _: True) -> list[Transfer]:
-        """What that worker brings, or any."""
+        """Returns the `wanted` transfers from that worker, or from all."""
         with self._lock:
             known = list(self._transfers.values())
         return [each for each in known if worker in (None, each.claim.worker) and wanted(each)]
@@ -231,7 +232,7 @@ class Inbox:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Thread-safe. Over one wire, or over several with the same other end."""
+    """Receives an artifact's chunks over one or more wires to the same peer. Thread-safe."""
 
     digests: Digests
     tags: Tags | None
@@ -239,14 +240,13 @@ class Chunks:
 
     @classmethod
     def over(cls, wire: Wire, artifact: Artifact, digests: Digests, tags: Tags | None) -> Chunks:
-        """Those of `artifact`, as the other end of `wire` described it."""
+        """Returns the receiver for `artifact`, as the other end of `wire` described it."""
         return cls(digests, tags, wire.tagger(artifact, tags.salt) if tags else None)
 
     def receive(self, wire: Wire, index: int, view: memoryview) -> bool:
-        """Fill `view` with chunk `index`, whose header came. Returns whether it is the artifact's: what came
-        bare is, by its tag.
+        """Fills `view` with chunk `index` after its header, and returns whether it is the artifact's.
 
-        Raises WireBroken, Altered.
+        A bare chunk is checked by its tag, others by their digest. Raises WireBroken, Altered.
         """
         tags, tagger = self.tags, self.tagger
         sealed = tagger.running(index, tags.of(index)) if tags and tagger else ChunkTag()
@@ -258,9 +258,9 @@ class Chunks:
         place: Callable[[int], AbstractContextManager[memoryview]],
         took: Callable[[int, memoryview], None],
     ) -> tuple[int, ...]:
-        """Receive chunks until END, each into its `place`, and call `took` with each that is the artifact's.
-        Returns those that came damaged: the sender is told, and sends them again, not bare. Raises
-        WireBroken, OSError.
+        """Receives chunks until END, each into its `place`, and calls `took` with each good one.
+
+        Returns the damaged ones, which the sender then sends again, not bare. Raises WireBroken, OSError.
         """
         damaged: list[int] = []
         while True:
@@ -281,14 +281,13 @@ class Chunks:
 
 
 Handlers = Mapping[str, Callable[[Ask], Say | None]]
-"""What is done with each message, by its `op`: returns what is answered, if that is not said yet. Raises
-WireBroken, OSError."""
+"""Handlers by `op`, which return the answer, or None if it was sent. They raise WireBroken, OSError."""
 Language = Callable[[Wire, CallerClaim], Handlers]
-"""More messages that a proven connection understands."""
+"""A function that returns handlers of further messages for an authenticated connection."""
 
 
 class Session:
-    """Used by one thread."""
+    """Serves one connection. Used by one thread."""
 
     def __init__(
         self,
@@ -315,7 +314,7 @@ class Session:
         }
 
     def serve(self) -> None:
-        """Until the caller hangs up, or this sidecar ends. Raises WireBroken, OSError."""
+        """Answers requests until the client disconnects or this sidecar ends. Raises WireBroken, OSError."""
         while not self._state.stopping:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(Ask)
@@ -329,7 +328,7 @@ class Session:
             if ask.op == "commit":
                 failpoint("after-ack")
 
-    # A copy is brought
+    # Receiving a copy
 
     def _offer(self, ask: Ask) -> Say:
         directive, worker = self._state.directive, self._claim.worker
@@ -373,7 +372,7 @@ class Session:
         failpoint("before-ack")
         return Say("ok")
 
-    # What is here is read
+    # Reading what is held
 
     def _list(self, ask: Ask) -> Say:
         listed = set()
@@ -414,6 +413,6 @@ class Session:
         return None
 
     def _corrupt(self, ask: Ask) -> Say:
-        """Someone says that what is here is bad: believe our own eyes."""
+        """Rereads what a client reports as bad; only the result counts."""
         reason = self._vault.evict_if_bad(self._state, ask.artifact, share=ask.share)
         return Say("bad", reason) if reason else Say("ok", "what is here is good")

@@ -1,16 +1,16 @@
-"""Deals the chunks of an artifact over several connections, and decides which source brings which.
+"""Distributes the chunks of an artifact over several connections and sources.
 
-Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact, and a
-fast source brings more. Connections to one peer are kept open between artifacts, so that a small delta pays
-for no handshake.
+Each idle stream takes the next chunk, so a slow stream delays one chunk and not a quarter of the artifact,
+and a fast source delivers more. Connections to one peer stay open between artifacts, so that a small delta
+needs no handshake.
 
-Each stream keeps about one core busy at each end, and training needs some too. So a stream stays only if it
-brings a tenth more. What was found holds for a while; then one more, or one fewer, is tried again, because
-networks and neighbours change.
+Each stream keeps about one core busy at each end, and training needs some too. So a stream is kept only if it
+raises the throughput by a tenth. The result holds for a while; then one more, or one fewer, is tried again,
+because networks and other processes on the node change.
 
-A chunk that came damaged is asked of another source, if there is one. What a source owes for long may be
-asked of a second one as well, so that one that stalls holds up nobody. A source that brings damaged chunks
-repeatedly is dropped.
+A chunk that arrived damaged is requested from another source, if there is one. A chunk that is pending for
+long may be requested from a second source as well, so that a stalled source delays nothing. A source that
+sends damaged chunks repeatedly is dropped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tiercheck_sidecar.digest import CHUNK, length_of
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 
 DAMAGED_MOST = 2
-"""Damaged chunks after which a source is dropped."""
+"""The number of damaged chunks after which a source is dropped."""
 OVERDUE = 1.0
-"""Seconds after which a chunk that was asked for is asked of another source too."""
+"""Seconds after which a pending chunk is requested from another source too."""
 
 
 class Gathering:
-    """Not thread-safe. A source is a worker. Times are seconds of any monotonic clock."""
+    """Assigns chunks to sources (workers). Not thread-safe. Times are seconds of any monotonic clock."""
 
     def __init__(self, chunks: int, sources: Collection[int]) -> None:
         self._waiting = deque(range(chunks))
@@ -54,7 +54,7 @@ class Gathering:
 
     @property
     def over(self) -> bool:
-        """Complete, or nobody is left who could bring the rest."""
+        """Returns whether all chunks arrived, or no source is left for the rest."""
         return not self._missing or not self._live
 
     def is_here(self, index: int) -> bool:
@@ -64,11 +64,11 @@ class Gathering:
         return source in self._live
 
     def brought_damaged(self, source: int) -> bool:
-        """Whether anything from it did not match: its copy may be bad, or the line."""
+        """Returns whether any of its chunks was damaged: its copy or the connection may be bad."""
         return self._faults[source] > 0
 
     def take(self, source: int, now: float) -> int | None:
-        """The chunk that `source` should be asked for; None if there is none for it now."""
+        """Returns the chunk to request from `source`; None if there is none for it now."""
         if source not in self._live:
             return None
         index = self._first_waiting(source)
@@ -79,7 +79,7 @@ class Gathering:
         return index
 
     def arrived(self, index: int, source: int) -> bool:
-        """It came, and is verified. False if it was here already."""
+        """Records a chunk that arrived and was verified. Returns False if it was here already."""
         self._answered(index, source)
         if index not in self._missing:
             return False
@@ -89,7 +89,7 @@ class Gathering:
         return True
 
     def damaged(self, index: int, source: int) -> None:
-        """It came, and does not match its digest."""
+        """Records a chunk that arrived and does not match its digest."""
         self._damaged.setdefault(index, set()).add(source)
         self._faults[source] += 1
         self.lost((index,), source)
@@ -97,14 +97,14 @@ class Gathering:
             self.drop(source)
 
     def lost(self, indices: Iterable[int], source: int) -> None:
-        """They were asked for, and will not come."""
+        """Queues requested chunks again that will not arrive."""
         for index in indices:
             self._answered(index, source)
             if index in self._missing and index not in self._asked and index not in self._waiting:
                 self._waiting.append(index)
 
     def drop(self, source: int) -> None:
-        """Nothing more is asked of it; what it owes is asked of others."""
+        """Requests nothing more from `source`; its pending chunks go to others."""
         self._live.discard(source)
         self.lost([index for index, asked in self._asked.items() if source in asked], source)
 
@@ -135,11 +135,10 @@ class Gathering:
 
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Most connections for one artifact. A restore uses them all, as nothing trains meanwhile; a copy what
-`Breadth` says."""
+"""The most connections per artifact: a restore uses all (nothing trains), a copy what `Breadth` finds."""
 _CHUNKS_PER_STREAM = 2
 _WINDOW = 0.25
-"""Seconds of sending that make a measurement, of one artifact or of several small ones."""
+"""Seconds of sending that make a measurement, over one artifact or several small ones."""
 
 
 class TooDamaged(Exception):
@@ -147,7 +146,7 @@ class TooDamaged(Exception):
 
 
 class Deal:
-    """Thread-safe queue of the chunks that are not there yet, each given out at most `tries` times."""
+    """A thread-safe queue of missing chunks, each given out at most `tries` times."""
 
     def __init__(self, chunks: int, verified: Collection[int] = (), tries: int = 3) -> None:
         self._lock = threading.Lock()
@@ -159,7 +158,7 @@ class Deal:
         return len(self._waiting)
 
     def take(self) -> int | None:
-        """The next chunk; None if there is none right now."""
+        """Returns the next chunk; None if there is none at the moment."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -168,13 +167,14 @@ class Deal:
             return index
 
     def is_again(self, index: int) -> bool:
-        """Whether it arrived damaged before. Then it does not travel bare: what it meets on its way is told
-        from what it was."""
+        """Returns whether the chunk arrived damaged before.
+
+        It is then not sent bare: its own tag distinguishes damage on the way from damage at the source."""
         with self._lock:
             return self._given[index] > 1
 
     def ask_again(self, index: int) -> None:
-        """It arrived damaged. Raises TooDamaged."""
+        """Queues a damaged chunk again. Raises TooDamaged if that was its last try."""
         with self._lock:
             if self._given[index] >= self._tries:
                 raise TooDamaged(f"chunk {index} arrived damaged {self._tries} times")
@@ -182,18 +182,19 @@ class Deal:
 
 
 def stream_count(digests: Digests, missing: int | None = None, most: int = STREAMS) -> int:
-    """One connection for small artifacts, `most` for large ones. `missing`: chunks that are still to come."""
+    """Returns 1 for small artifacts, up to `most` for large ones. `missing`: chunks still to be sent."""
     chunks = len(digests.values) if missing is None else missing
     return max(1, min(most, chunks // _CHUNKS_PER_STREAM))
 
 
 _AHEAD = 2
-"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
+"""The number of chunks that are pending on a connection, so that it is never idle."""
 
 
 def ask_ahead(take: Callable[[], int | None], ask: Callable[[int], None], asked: deque[int]) -> Iterator[int]:
-    """Asks for chunks, a few ahead, and yields each when it is to be received. `asked`: those that have not
-    been. It ends when `take` gives none while nothing is asked for."""
+    """Requests chunks, a few ahead, and yields each when it is to be received.
+
+    `asked`: those not received yet. Ends when `take` returns None while none is pending."""
     while True:
         while len(asked) < _AHEAD and (index := take()) is not None:
             asked.append(index)
@@ -205,14 +206,13 @@ def ask_ahead(take: Callable[[], int | None], ask: Callable[[int], None], asked:
 
 
 def receive_header(wire: Wire, digests: Digests, index: int) -> None:
-    """Receives the header of chunk `index`, which was asked for. Raises WireBroken, also if it is another
-    one's."""
+    """Receives the header of chunk `index`. Raises WireBroken, also if it is another chunk's."""
     if wire.receive_chunk_header() != (index, length_of(digests, index)):
         raise WireBroken("it sent a chunk that was not asked for")
 
 
 def run_all(bodies: list[Callable[[], None]]) -> None:
-    """Run all, the last in this thread; raises the first error once all have ended."""
+    """Runs all, the last in this thread. Raises its error, or else another's, once all have ended."""
     *others, mine = bodies
     if not others:
         mine()
@@ -225,15 +225,15 @@ def run_all(bodies: list[Callable[[], None]]) -> None:
 
 
 FEW = 2
-"""Streams to begin with."""
+"""The number of streams to begin with."""
 GAIN = 1.1
-"""What a stream must bring, as a factor."""
+"""The factor by which an additional stream must raise the throughput."""
 REST = 40
-"""Measurements until another number is tried."""
+"""The number of measurements until another number of streams is tried."""
 
 
 class Trial(Enum):
-    """What the number of streams was changed by for the next measurement."""
+    """A change of the number of streams for the next measurement."""
 
     NONE = 0
     ONE_MORE = 1
@@ -242,20 +242,19 @@ class Trial(Enum):
 
 @dataclass(frozen=True)
 class Breadth:
-    """How many streams there should be now, and why: by what one more or one fewer did to the throughput."""
+    """The intended number of streams, found by trying the throughput with one more or one fewer."""
 
     count: int = FEW
     trial: Trial = Trial.NONE
     before: float = 0.0
-    """Throughput that the trial is compared with."""
+    """The throughput that the trial is compared with."""
     rest: int = 0
-    """Measurements to come before the next trial."""
+    """The number of measurements before the next trial."""
     next: Trial = Trial.ONE_MORE
-    """That trial."""
+    """The next trial."""
 
     def measured(self, throughput: float, most: int) -> Breadth:
-        """After `throughput` was measured with `count` streams. There are never more than `most`, nor fewer
-        than one."""
+        """Returns the state after `throughput` was measured with `count` streams; 1 to `most` are tried."""
         worth = {
             Trial.NONE: False,
             Trial.ONE_MORE: throughput >= self.before * GAIN,
@@ -281,14 +280,14 @@ class Breadth:
 
 
 class Gauge:
-    """Adds up what was sent with one number of streams, until that makes a measurement."""
+    """Adds up the bytes sent with one number of streams, until they make a measurement."""
 
     def __init__(self) -> None:
         self.breadth = Breadth()
         self._bytes, self._seconds = 0, 0.0
 
     def sent(self, size: int, seconds: float, most: int) -> None:
-        """By `breadth.count` streams at once."""
+        """Adds bytes that `breadth.count` streams sent together."""
         self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
         if self._seconds >= _WINDOW:
             self.breadth = self.breadth.measured(self._bytes / self._seconds, most)
@@ -296,7 +295,7 @@ class Gauge:
 
 
 class Line:
-    """Used by one thread at a time; each of its wires may then be used by another one."""
+    """The connections to one peer. Used by one thread at a time; each wire may have its own thread."""
 
     def __init__(self, connect: Callable[[], Wire]) -> None:
         self._connect = connect
@@ -306,22 +305,22 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was connected before: then the peer may have hung up since without our knowing."""
+        """Returns whether it was connected before; the peer may have closed the connection since."""
         return bool(self._wires)
 
     @property
     def sent(self) -> int:
-        """Bytes of chunks that were sent on it, over all its connections."""
+        """Returns the bytes of chunks sent so far, over all its connections."""
         return self._spent + sum(wire.sent for wire in self._wires)
 
     def wires(self, count: int) -> list[Wire]:
-        """The first `count` connections, made as needed. Raises WireBroken, PeerRefused."""
+        """Returns the first `count` connections, made as needed. Raises WireBroken, PeerRefused."""
         while len(self._wires) < count:
             self._wires.append(self._connect())
         return self._wires[:count]
 
     def drop(self) -> None:
-        """Hang up; the next use connects again."""
+        """Closes all connections; the next use connects again."""
         self._spent = self.sent
         for wire in self._wires:
             wire.close()
@@ -337,12 +336,11 @@ class Line:
 
 
 Take = Callable[[], int | None]
-"""The next chunk for a stream; None: it has no more to send."""
+"""A function that returns the next chunk for a stream; None: the stream has no more to send."""
 
 
 class StreamCrew:
-    """Carries what `deal` holds over the first wires of `line`: as many at once as its gauge says, and at
-    most `most`."""
+    """Sends the chunks of `deal` over wires of `line`, as many as its gauge decides, at most `most`."""
 
     def __init__(
         self,
@@ -352,19 +350,19 @@ class StreamCrew:
         body: Callable[[Wire, Take], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`body` sends chunks on a wire, as long as it is given some."""
+        """`body` sends chunks on a wire until it gets no more."""
         self._line, self._deal, self._most = line, deal, most
         self._body, self._clock = body, clock
         self._lock, self._connecting = threading.Lock(), threading.Lock()
         self._begun: set[int] = set()
-        """Places of streams that have a thread."""
+        """The places of streams that have a thread."""
         self._sending: set[int] = set()
         self._seen = (0, 0.0)
-        """Bytes and time, when as many were sending as should be."""
+        """Bytes and time at the last moment when the intended number of streams was sending."""
         self._futures: list[Future[None]] = []
 
     def run(self) -> None:
-        """Until all is sent. Raises the first stream's error, or else another's, once all have ended."""
+        """Sends all chunks. Raises the first stream's error, or else another's, once all have ended."""
         with ThreadPoolExecutor(self._most, thread_name_prefix="stream") as self._pool:
             self._begun.add(0)
             self._stream(0)
@@ -398,7 +396,7 @@ class StreamCrew:
         return self._deal.take()
 
     def _measure(self) -> None:
-        """Under the lock. What was sent while streams came or went says nothing of any number of them."""
+        """Measures throughput, but not while streams start or end. Called under the lock."""
         gauge, (sent, then) = self._line.gauge, self._seen
         if len(self._sending) != gauge.breadth.count:
             self._seen = (0, 0.0)
@@ -409,8 +407,7 @@ class StreamCrew:
 
 
 class Scratch:
-    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back
-    the sender."""
+    """Holds up to `count` chunk buffers, made on demand. While none is free, TCP slows the sender."""
 
     def __init__(self, count: int = 8) -> None:
         self._room = threading.BoundedSemaphore(count)

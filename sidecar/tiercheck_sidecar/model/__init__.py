@@ -1,1 +1,1 @@
-"""What every room of the sidecar knows; it imports none of them."""
+"""Holds what all other parts of the sidecar share; it imports none of them."""

@@ -1,4 +1,4 @@
-"""What one sidecar is told at birth: who it is, and where its memory, socket and credentials are.
+"""Reads the settings of a sidecar's start: its identity, and its memory, socket and credentials.
 
 Everything that can change while it runs arrives in directives instead.
 """
@@ -15,26 +15,26 @@ from tiercheck.protocol.report import SPARE
 from tiercheck_sidecar.pacing import CGROUP
 
 ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
-"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
+"""The variable with the path of the container's cgroup; /sys/fs/cgroup if not set."""
 
 
 class ConfigError(ValueError):
-    """An environment variable is missing or malformed; the message names it."""
+    """A missing or malformed environment variable; the message names it."""
 
 
 @dataclass(frozen=True)
 class SidecarConfig:
-    """The sidecar's identity and places. Paths are as this process sees them."""
+    """The sidecar's identity, paths and ports. Paths are as this process sees them."""
 
     job: str
-    """namespace/name"""
+    """The job, as namespace/name."""
     job_uid: str
     worker: int
-    """`SPARE` until a directive says which. A later one may say otherwise."""
+    """The worker's number; `SPARE` until a directive assigns one. A later directive may change it."""
     procs_per_worker: int
     pod_uid: str
     pod_ip: str
-    """All servers bind here, all connections start here."""
+    """The address that all servers bind to and all connections start from."""
     memory_dir: Path
     memory_limit: int
     """Bytes."""
@@ -44,14 +44,13 @@ class SidecarConfig:
     """JSON of the remote tier's settings; None: no remote tier."""
     token: str
     operator_public: bytes = b""
-    """The operator's key: 32 bytes; empty: nothing is believed to be the operator's."""
+    """The operator's public key: 32 bytes; empty: no signature is accepted."""
     cluster: str = ""
     """UID of the cluster's namespace kube-system; empty: not known."""
     remote_credentials_dir: Path | None = None
-    """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
+    """The mount of the Secret with the remote tier's credentials; None: there is none."""
     node_memory_keep: float | None = None
-    """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is
-    the pod's."""
+    """Seconds to keep what dead pods left in the node's memory; None: the memory is the pod's."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     cgroup_dir: Path = CGROUP
@@ -61,7 +60,7 @@ class SidecarConfig:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this worker; a spare has none."""
+        """Returns the ranks of this worker; a spare has none."""
         if self.worker == SPARE:
             return ()
         first = self.worker * self.procs_per_worker
@@ -69,12 +68,12 @@ class SidecarConfig:
 
     @property
     def vault_dir(self) -> Path:
-        """Where the slots are: in the node's memory in a folder of this pod's own."""
+        """Returns the folder of the slots; in the node's memory it is one of this pod's own."""
         return self.memory_dir if self.node_memory_keep is None else self.memory_dir / self.pod_uid
 
     @property
     def flush_seconds(self) -> float:
-        """How long the end may be put off by an upload; the rest of the grace is for closing down."""
+        """Returns the seconds that an upload may delay the end; the rest of the grace is for closing down."""
         return self.grace - min(5.0, 0.2 * self.grace)
 
     @property
@@ -83,7 +82,7 @@ class SidecarConfig:
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> SidecarConfig:
-        """Raises ConfigError."""
+        """Reads the environment. Raises ConfigError."""
         credentials = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
         memory = Path(env.get(names.ENV_MEMORY_DIR) or names.MEMORY_DIR)
         try:

@@ -1,4 +1,4 @@
-"""The fence: a message of an attempt that is over is refused and counted, whoever sent it."""
+"""Refuses and counts messages of an attempt that is over, from any sender."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiercheck.protocol.directive import Directive
 
 
 def is_signed(key: bytes, statement: bytes, signature: str) -> bool:
-    """Whether the operator, whose public key this is, signed the statement."""
+    """Returns whether the operator with this public key signed the statement."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(bytes.fromhex(signature), statement)
     except (InvalidSignature, ValueError):
@@ -20,28 +20,28 @@ def is_signed(key: bytes, statement: bytes, signature: str) -> bool:
 
 
 class Fence:
-    """Thread-safe. Each method says why a message is refused, in a sentence; empty if it is not.
+    """Refuses messages of other attempts. Thread-safe.
 
-    The directive that is followed is the caller's: whatever else is judged by it must be judged by the same
-    one.
+    Each method returns the reason of a refusal as a sentence; empty if there is none. The caller passes the
+    directive that is followed: whatever else it decides by that must be decided by the same one.
     """
 
     def __init__(self, count_stale: Callable[[], None]) -> None:
         self._count_stale = count_stale
 
     def refuse_past(self, attempt: int, followed: Directive | None) -> str:
-        """Refuse what is of an older attempt."""
+        """Refuses what is of an older attempt."""
         if followed is None or attempt >= followed.attempt:
             return ""
         self._count_stale()
         return f"attempt {attempt} is over, the job is at attempt {followed.attempt}"
 
     def refuse_future(self, attempt: int, followed: Directive | None) -> str:
-        """Refuse what is of an attempt that this sidecar was not told of yet."""
+        """Refuses what is of an attempt that this sidecar has no directive of yet."""
         if followed is None or attempt > followed.attempt:
             return f"attempt {attempt} is not known here yet"
         return ""
 
     def refuse_other(self, attempt: int, followed: Directive | None) -> str:
-        """Refuse what is of any other attempt."""
+        """Refuses what is of any other attempt."""
         return self.refuse_past(attempt, followed) or self.refuse_future(attempt, followed)

@@ -1,7 +1,7 @@
-"""The sidecar's state: the few facts that its threads share, and the one condition they all wait on.
+"""Holds the few facts that the sidecar's threads share, and the one condition that they all wait on.
 
-Every loop is level-based: it waits until anything changed, looks at the state and the vault, and does what is
-missing. So no message between threads can be lost, and a directive sent twice does nothing twice.
+Every loop is level-based: it waits until anything changed, reads the state and the vault, and does what is
+missing. So no message between threads can be lost, and a directive sent twice has no second effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _NO_POLICY = Policy(None, 0, 0, delta=DeltaMode.NONE)
 _MOMENT = 0.02
-"""Seconds between two looks of a loop for which nobody waits."""
+"""Seconds between two rounds of a loop that no caller waits for."""
 
 
 class DirectiveRefused(Exception):
@@ -50,18 +50,17 @@ class DirectiveRefused(Exception):
 
 
 class StaleRefused(DirectiveRefused):
-    """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is
-    followed now."""
+    """A directive of an older attempt, of an earlier phase, or decided without the one followed."""
 
 
 class SidecarState:
-    """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test
-    looks)."""
+    """Holds the shared state of one sidecar. Thread-safe.
+    Fields that must agree are read under `lock`. Only methods write them, which a test verifies."""
 
     def __init__(self, config: SidecarConfig, clock: Callable[[], float] | None = None) -> None:
         self.config = config
-        """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt:
-        workers are numbered anew."""
+        """The configuration.
+        Its worker changes when a spare gets a number, or a resized job renumbers its workers."""
         self._on_identity: Callable[[SidecarConfig], None] = lambda _: None
         self.clock = clock = clock or SteadyClock()
         self.lock = threading.RLock()
@@ -71,48 +70,46 @@ class SidecarState:
         self.threads = Threads(self.bump)
         self.stopping = False
         self.ending = False
-        """Whether this process was asked to end, which a native sidecar is only when its trainer has ended.
-        """
+        """True once this process was asked to end; a native sidecar is only after its trainer has ended."""
         self.peers = PeerWatch(self.bump, clock)
         self.controller_at = clock()
-        """When the controller was last heard."""
+        """The time of the controller's last call."""
         self.instance = uuid.uuid4().hex
-        """Of this process, new at every start."""
+        """A random ID of this process, new at every start."""
         self.directive: Directive | None = None
         self.followed = 0
         """The number of the newest directive."""
         self.saw_hold = False
-        """Whether this process has seen the current attempt from its beginning."""
+        """True if this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
         self.meter = ProgressMeter()
-        """Of the restore of the current attempt."""
+        """The progress of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: TierVerdict | None = None
-        """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
+        """The coordinator's newest verdict in this attempt; None: none came, so nothing is freed."""
         self.leaving: frozenset[Artifact] = frozenset()
-        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on
-        them no more."""
+        """Own snapshots newer than the local watermark, to be freed once the coordinator ignores them."""
         self.left_out: frozenset[Artifact] = frozenset()
-        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on
-        its way."""
+        """The part of `leaving` that the coordinator ignores.
+        Its newest report leaves these out, and so does one that is on its way."""
         self.reached: Mapping[int, Version] = {}
-        """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
+        """The newest snapshot that each own rank captured or skipped in this attempt."""
         self.snapshot_every = 0
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
         self.expected_snapshot = 0
-        """Bytes of the largest snapshot of the job's other workers, by the operator; 0: it knows of none."""
+        """Bytes of the largest snapshot of the job's other workers, as the operator reports it; 0: none
+        yet."""
         self.distrusted = ""
-        """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence.
-        """
+        """The reason not to use this worker's deltas while this process lives, as a sentence; or empty."""
         self.no_room = ""
-        """Why there is no room for deltas, as far as is known: a sentence with numbers."""
+        """The reason for a lack of room for deltas, if known: a sentence with numbers; or empty."""
         self._declined: dict[int, str] = {}
-        """Per own rank that takes no deltas in this attempt: why."""
+        """The reason why each own rank takes no deltas in this attempt; empty: it takes them."""
         self._lacking: dict[int, str] = {}
-        """Per own rank of which nothing can be saved in this attempt: why."""
+        """The reason why nothing of each own rank can be saved in this attempt; empty: it can."""
         self.proofs: tuple[Proof, ...] = ()
-        """What the rehearsal can show."""
+        """The proofs of rehearsals."""
         self.counters = Counters()
         self.fence = Fence(lambda: self.count(refused_stale=1))
         self._learned = SignedAttempt(0)
@@ -122,7 +119,7 @@ class SidecarState:
     # Waiting
 
     def bump(self) -> None:
-        """Something changed: every loop looks again."""
+        """Wakes every loop after a change."""
         with self._changed:
             self._generation += 1
             self._changed.notify_all()
@@ -131,14 +128,15 @@ class SidecarState:
                 listener()
 
     def wait(self, seen: int, timeout: float) -> int:
-        """Until something changed after generation `seen`, the sidecar stops, or `timeout` seconds passed."""
+        """Waits for a change after generation `seen`, the sidecar's stop, or `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._generation != seen or self.stopping, timeout)
             return self._generation
 
     def looks(self, timeout: float) -> Iterator[None]:
-        """Time to look: now, and after each change or `timeout` seconds, until the sidecar stops. Changes
-        come in bursts (slot, seal, acknowledgement, of each rank): those of a moment share a look.
+        """Yields at once, and after each change or `timeout` seconds, until the sidecar stops.
+
+        Changes come in bursts (slot, seal, acknowledgement, of each rank): those of a moment share a round.
         """
         seen, soonest = -1, 0.0
         while not self.stopping:
@@ -171,12 +169,12 @@ class SidecarState:
 
     @property
     def policy(self) -> Policy:
-        """What the job wants; as long as nobody has said it, nothing."""
+        """Returns the job's policy; an empty one before the first directive."""
         return self.directive.policy if self.directive is not None else _NO_POLICY
 
     @property
     def newest_attempt(self) -> SignedAttempt:
-        """The newest that is known to have begun, whether or not we were told to follow it."""
+        """Returns the newest attempt that is known to have begun, whether or not it is followed here."""
         learned, directive = self._learned, self.directive
         if directive is None or learned.attempt > directive.attempt:
             return learned
@@ -184,12 +182,12 @@ class SidecarState:
 
     @property
     def fenced(self) -> bool:
-        """Whether the job goes on without us as far as we know: then nothing is written that others could
-        read."""
+        """Returns whether a newer attempt has begun, as far as is known.
+        Then nothing is written that others could read."""
         return self.newest_attempt.attempt > self.attempt
 
     def learn(self, told: SignedAttempt) -> None:
-        """A peer, or the remote tier, knows this attempt. It counts only if the operator has signed it."""
+        """Records a newer attempt that a peer or the remote tier reports, if the operator has signed it."""
         if told.attempt <= self.newest_attempt.attempt:
             return
         if not self._is_signed(told):
@@ -207,32 +205,32 @@ class SidecarState:
         return is_signed(self.config.operator_public, statement, told.signature)
 
     def isolated(self, seconds: float) -> bool:
-        """Whether for so long neither the controller nor any of our peers was heard. Never without peers:
-        nobody else could know."""
+        """Returns whether neither the controller nor any peer was in contact for `seconds`.
+        Never without peers: no other sidecar could report a newer attempt then."""
         return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
 
     def when_identified(self, tell: Callable[[SidecarConfig], None]) -> None:
-        """`tell` is called under the lock with the first directive and whenever this becomes another worker,
-        before anybody sees the directive."""
+        """Sets the callback for the first directive and each change of the worker's number.
+        It is called under the lock, before other threads see the directive."""
         self._on_identity = tell
 
     def hear_controller(self) -> None:
-        """It has just called."""
+        """Records that the controller has just called."""
         self.controller_at = self.clock()
 
     def expect_snapshot(self, size: int) -> None:
-        """The operator has named the size of other workers' snapshots; 0: it has not."""
+        """Records the size of other workers' snapshots that the operator names; 0: it names none."""
         if size > 0 and size != self.expected_snapshot:
             self.expected_snapshot = size
             self.bump()
 
     def begin_ending(self) -> None:
-        """This process was asked to end."""
+        """Records that this process was asked to end."""
         self.ending = True
         self.bump()
 
     def accept(self, directive: Directive) -> None:
-        """Take over the wanted state. Raises DirectiveRefused."""
+        """Takes over the wanted state. Raises DirectiveRefused."""
         with self.lock:
             self._check(directive)
             old = self.directive
@@ -253,7 +251,7 @@ class SidecarState:
                 resumed = directive.phase is Phase.RELEASE and not self.saw_hold
                 self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
             elif directive.placement != old.placement:
-                # What is complete at other holders says nothing of these: until there is word of them,
+                # What is complete at other holders need not be at these: until a verdict covers them,
                 # nothing is freed.
                 self.verdict = None
             self.directive = directive
@@ -266,7 +264,7 @@ class SidecarState:
             raise DirectiveRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
         if directive.pod_uid != config.pod_uid:
             raise DirectiveRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
-        # Within an attempt nobody changes: who this is would then depend on which directive came last.
+        # A worker's number is fixed in an attempt: else it would depend on which directive came last.
         begins = config.worker == SPARE or old is None or directive.attempt > old.attempt
         worker = directive.worker if begins else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
@@ -283,8 +281,8 @@ class SidecarState:
             )
         if directive == old:
             return
-        # A call that was given up may arrive after the next one, and so may one of an operator that does not
-        # lead any more.
+        # A call that was given up may arrive after the next one, and so may one of an operator that has lost
+        # its leadership.
         if directive.instance != self.instance:
             raise StaleRefused("it is meant for a process of this sidecar that was started again since")
         if directive.number <= self.followed:
@@ -293,32 +291,28 @@ class SidecarState:
     # Deltas
 
     def distrust_deltas(self, why: str) -> None:
-        """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given
-        up.
-        """
+        """Rejects this worker's deltas from then on. Wakes no loop: the caller has yet to free them."""
         with self.lock:
             self.distrusted = why
 
     def decline_deltas(self, rank: int, why: str) -> None:
-        """An own rank takes none; empty: it does again. Wakes nobody: some may still have to be
-        quarantined.
-        """
+        """Records why an own rank takes no deltas; empty: it does again.
+        Wakes no loop: the caller may have to quarantine some first."""
         with self.lock:
             self._declined[rank] = why
 
     def lack_room(self, why: str) -> None:
-        """There is no room for deltas; empty: there is."""
+        """Records why there is no room for deltas; empty: there is."""
         self.no_room = why
         self.problem("DeltasOff", why)
 
     def deltas_off(self, rank: int) -> str:
-        """Why an own rank takes no deltas, whatever room there is; empty if it does."""
+        """Returns why an own rank takes no deltas, whatever room there is; empty if it does."""
         with self.lock:
             return self.distrusted or self._declined.get(rank, "")
 
     def tagger(self, artifact: Artifact) -> Tagger | None:
-        """For what is sealed here and then travels over connections that are not encrypted; None if it will
-        not."""
+        """Returns the tagger of an artifact that will travel over unencrypted connections, else None."""
         directive = self.directive
         if directive is None or self.policy.peer_encrypted or not (directive.holders or directive.parity):
             return None
@@ -326,14 +320,13 @@ class SidecarState:
 
     @property
     def every(self) -> int:
-        """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided
-        yet."""
+        """Returns the steps between snapshots: the user's, or else the coordinator's; 0: not decided yet."""
         return self.policy.snapshot_every or self.snapshot_every
 
     # Versions
 
     def follow(self, verdict: TierVerdict) -> None:
-        """Follow the coordinator's verdict, unless it is of another attempt or placement."""
+        """Follows the coordinator's verdict, unless it is of another attempt or placement."""
         with self.lock:
             known = self.directive
             if self.fence.refuse_other(verdict.attempt, known) or self.verdict == verdict:
@@ -346,14 +339,14 @@ class SidecarState:
         self.bump()
 
     def reach(self, rank: int, version: Version) -> None:
-        """An own rank has captured or skipped this snapshot."""
+        """Records that an own rank has captured or skipped this snapshot."""
         with self.lock:
             before = self.reached.get(rank)
             self.reached = {**self.reached, rank: max(version, before) if before else version}
         self.bump()
 
     def plan_to_free(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
-        """These are the own snapshots that wait for the coordinator. Returns what it counts on no more."""
+        """Records the own snapshots that are to be freed; returns those that the coordinator ignores."""
         with self.lock:
             news = self.leaving != leaving
             self.leaving = leaving
@@ -363,20 +356,20 @@ class SidecarState:
         return left_out
 
     def report_leaving(self) -> frozenset[Artifact]:
-        """What a report that is being made leaves out; all else may be counted on again."""
+        """Returns what the report being made leaves out; the coordinator may use all others again."""
         with self.lock:
             self.left_out &= self.leaving
             return self.leaving
 
     def leave_out(self, left_out: frozenset[Artifact]) -> None:
-        """The coordinator has taken a report without these, so it counts on them no more."""
+        """Records that the coordinator has accepted a report without these, so that it ignores them."""
         if left_out:
             with self.lock:
                 self.left_out = left_out
             self.bump()
 
     def report_restore(self, attempt: int, report: RestoreReport) -> bool:
-        """How the restore of `attempt` stands; False if that attempt is over."""
+        """Publishes the restore of `attempt`; returns False if that attempt is over."""
         with self.lock:
             if self.attempt != attempt:
                 return False
@@ -391,7 +384,7 @@ class SidecarState:
         versions: tuple[Version, ...] | None = None,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        """What is known of the remote tier; without `versions` those of before stand."""
+        """Publishes the state of the remote tier; without `versions`, earlier ones stand."""
         with self.lock:
             before = self.remote
             after = dataclasses.replace(before, reachable=reachable, message=message)
@@ -402,19 +395,19 @@ class SidecarState:
             self.bump()
 
     def show(self, proofs: tuple[Proof, ...]) -> None:
-        """What the rehearsal can show now."""
+        """Publishes the proofs of rehearsals."""
         self.proofs = proofs
 
     # Small facts
 
     def count(self, **more: int) -> None:
-        """Add to counters by name."""
+        """Adds to counters by name."""
         with self.lock:
             now = {name: getattr(self.counters, name) + value for name, value in more.items()}
             self.counters = dataclasses.replace(self.counters, **now)
 
     def problem(self, reason: str, message: str) -> None:
-        """State or, with an empty message, withdraw a problem."""
+        """States or, with an empty message, withdraws a problem."""
         with self.lock:
             before = self._problems.get(reason)
             if (before.message if before else "") == message:
@@ -425,14 +418,14 @@ class SidecarState:
         self.bump()
 
     def cannot_save(self, rank: int, why: str) -> None:
-        """Nothing of an own rank can be saved; empty: it can again."""
+        """Records why nothing of an own rank can be saved; empty: it can again."""
         with self.lock:
             self._lacking[rank] = why
             found = next((f"rank {rank}: {why}" for rank, why in sorted(self._lacking.items()) if why), "")
         self.problem(CANNOT_SAVE, found)
 
     def withdraw(self, prefix: str, but: str = "") -> None:
-        """Withdraw every problem whose reason begins with `prefix`, other than `but`."""
+        """Withdraws every problem with a reason that begins with `prefix`, other than `but`."""
         for problem in self.problems:
             if problem.reason.startswith(prefix) and problem.reason != but:
                 self.problem(problem.reason, "")

@@ -1,11 +1,11 @@
-"""States what the coordinator decides about the job's versions, which every sidecar follows.
+"""Defines what the coordinator decides about the job's versions, which every sidecar follows.
 
 It also decides for all ranks how many steps lie between snapshots, and whether deltas join them. Snapshots of
 different steps would never be complete anywhere. And where one rank takes no deltas, those of the others lead
-to no version of the job, so then nobody takes any.
+to no version of the job, so no rank takes any then.
 
-Runs of versions say in a few words what a rank could be rebuilt to. All versions here belong to one accepted
-history, in which a step has one attempt only.
+Spans describe in few bytes which versions a rank could be rebuilt to. All versions here belong to one
+accepted history, in which a step has one attempt only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Span:
 
 
 def spans(versions: Collection[Version]) -> tuple[Span, ...]:
-    """The shortest list of spans, in order of steps, that has exactly these versions."""
+    """Returns the shortest list of spans, in order of steps, that has exactly these versions."""
     found: list[Span] = []
     for version in sorted(versions):
         before = found[-1] if found else None
@@ -40,7 +40,7 @@ def spans(versions: Collection[Version]) -> tuple[Span, ...]:
 
 
 def intersect(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
-    """What all have; nothing if there are none. Each must be in order of steps."""
+    """Returns what all have in common; empty if there are none. Each must be in order of steps."""
     result: tuple[Span, ...] | None = None
     for runs in many:
         result = tuple(runs) if result is None else _overlap(result, runs)
@@ -50,8 +50,8 @@ def intersect(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def unite(runs: Iterable[Span]) -> tuple[Span, ...]:
-    """What any of them has, in order of steps. Takes no longer for long ones: how long they are is their
-    sender's word."""
+    """Returns the versions of all runs, in order of steps.
+    The time does not depend on their lengths, which the sender chooses."""
     found: list[Span] = []
     for run in sorted(runs, key=lambda run: (run.first, run.last)):
         before = found[-1] if found else None
@@ -63,7 +63,7 @@ def unite(runs: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def newest(runs: Sequence[Span], history: History) -> Version | None:
-    """The accepted version with the highest step. Takes no longer for long runs."""
+    """Returns the accepted version with the highest step. Takes no longer for long runs."""
     for run in reversed(runs):
         steps = history.steps_of(run.attempt)
         last = run.last if steps is None or steps[1] is None else min(run.last, steps[1])
@@ -88,31 +88,31 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
 
 
 WITHOUT_DELTAS = 50
-"""Steps between snapshots in a job that takes no deltas and says nothing else."""
+"""Steps between snapshots in a job without deltas and without another setting."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank's artifacts take."""
+    """The sizes of one rank's artifacts."""
 
     snapshot: int
     """Bytes."""
     delta: int
     """Bytes; 0: it takes none."""
     takes_deltas: bool
-    """It wants to, and has room and time for them."""
+    """True if the rank takes deltas, and has room and time for them."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """`every` is 0 as long as it is not decided."""
+    """The job's snapshot interval and sizes. `every` is 0 as long as it is not decided."""
 
     every: int = 0
     """Steps between snapshots."""
     chain: int = 0
-    """Steps that the room for deltas is made for; 0: as each worker thinks best."""
+    """Steps that the room for deltas is made for; 0: each worker decides."""
     deltas: bool = True
-    """Whether ranks that can take deltas shall."""
+    """True if ranks that can take deltas shall."""
     snapshot: int = 0
     """Bytes of the largest snapshot of any rank; 0: not known."""
     delta: int = 0
@@ -123,8 +123,8 @@ UNDECIDED = Cadence()
 
 
 def decide(world_size: int, needs: Mapping[int, Needs], wanted: int | None) -> Cadence:
-    """From the sizes of all ranks, and from what the user wants (None: as many steps as deltas cost what a
-    snapshot costs)."""
+    """Returns the cadence from the sizes of all ranks and the user's setting `wanted`.
+    With None, as many steps as deltas cost what a snapshot costs."""
     needs = {rank: each for rank, each in needs.items() if rank < world_size}  # there may have been more
     largest = max((each.snapshot for each in needs.values()), default=0)
     largest_delta = max((each.delta for each in needs.values()), default=0)
@@ -140,38 +140,37 @@ def decide(world_size: int, needs: Mapping[int, Needs], wanted: int | None) -> C
 
 @dataclass(frozen=True)
 class TierVerdict:
-    """From the coordinator to a sidecar."""
+    """The decisions of the coordinator, as each sidecar receives them."""
 
     attempt: int
     watermarks: Watermarks
     floor: Version | None = None
-    """What leads only to older versions may be freed; None: nothing."""
+    """The version below which artifacts that lead only to older ones may be freed; None: nothing may."""
     anchor: Version | None = None
-    """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody
-    gives it up for a newer one."""
+    """The newest snapshot that all holders of every rank have; without holders, that every rank has.
+    No place frees it for a newer one."""
     backed: Version | None = None
-    """As long as there is no peer watermark in this attempt, or under this placement: a version that some
-    holder of every rank can rebuild."""
+    """A version that some holder can rebuild for every rank.
+    None once this attempt has a peer watermark under this placement."""
     abandoned: tuple[Version, ...] = ()
-    """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs
-    them to."""
+    """Snapshots that may be freed although not older: they cannot become complete, or need not."""
     lost: Version | None = None
-    """The local watermark, if some rank's memory has rotted so that nobody comes back to it: nothing needs to
-    be kept for it."""
+    """The local watermark, if it has rotted in some rank's memory and no copy can replace it.
+    Nothing needs to be kept for it."""
     copy: Version | None = None
-    """The snapshot that every rank should now bring to its holders."""
+    """The snapshot that every rank should copy to its holders."""
     upload: Version | None = None
-    """The snapshot that every rank should now bring to the remote tier."""
+    """The snapshot that every rank should upload to the remote tier."""
     received: tuple[int, ...] = ()
-    """Ranks whose upload of that version the coordinator has on record."""
+    """Ranks that have an upload of that version on record at the coordinator."""
     cadence: Cadence = UNDECIDED
     spare: Version | None = None
-    """The version `restore.proveSteps` before the floor: the job may go back there to train these steps again
-    and compare, so it is kept where there is room."""
+    """The version `restore.proveSteps` before the floor, kept where there is room.
+    The job may go back there to train these steps again and compare."""
     placement: str = ""
-    """The placement that it was found under."""
+    """The placement under which it was found."""
     stored: tuple[Version, ...] | None = None
-    """The newest of this history in the remote tier, so that one sidecar lists it for all; None: not known
-    yet."""
+    """The newest versions of this history in the remote tier; None: not known yet.
+    One sidecar lists it for all."""
     over: bool = False
-    """The job is over and nothing more goes to the remote tier: every sidecar may go."""
+    """True if the job is over and no more uploads will come: every sidecar may end."""

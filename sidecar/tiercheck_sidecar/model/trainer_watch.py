@@ -1,17 +1,16 @@
-"""Tracks the training command, from what its launcher and ranks say and from their silence.
+"""Tracks the training command by the messages of its launcher and ranks, and by their silence.
 
-A launcher waits for the release of an attempt when it has said so of that attempt: until then, processes of
-an earlier one may still be there, and hold on to a GPU.
+A launcher waits for the release of an attempt once it has reported so for that attempt: until then, processes
+of an earlier one may still be there, and hold a GPU.
 
 A launcher that vanishes while the command ran means that the trainer container was restarted: everything in
-it is gone, although nobody reported an exit. It is given a moment to come back and say that the command still
-runs, because it is also what a restart of the sidecar looks like.
+it is gone, although no exit was reported. It is given a moment to reconnect and report that the command still
+runs, because a restart of the sidecar has the same symptoms.
 
-When a rank that makes no step has hung is what is unusual for this job, not what somebody guessed. The limit
-grows with the job's own step time and with the longest pause that was seen between two of its steps (an
-evaluation, a checkpoint of the user's own), so that what happened once without harm is no hang the next time.
-A rank that has hung up its connection is not watched: it has closed its Checkpointer, or has ended, which
-somebody else sees.
+A rank that makes no step has hung if that is unusual for this job, not by a guessed limit. The limit grows
+with the job's own step time and with the longest pause that was seen between two of its steps (an evaluation,
+a checkpoint of the user's own), so that what happened once without harm is no hang the next time. A rank that
+has closed its connection is not watched: it has closed its Checkpointer or ended, as is detected elsewhere.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from tiercheck.protocol.names import COLLECTIVE_FAILED, CONTAINER_RESTARTED, VAN
 from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerReport, TrainerState
 
 _PAUSES = 3.0
-"""Times the longest pause that was seen."""
+"""The limit, in multiples of the longest pause that was seen."""
 _ASLEEP = 10.0
-"""Seconds between two looks after which it was we who were stopped; then everybody gets the time again."""
+"""Seconds between two checks that mean that this process was suspended; then all limits start over."""
 
 
 @dataclass
 class _Rank:
     step: int
     at: float
-    """Of its last sign of life."""
+    """The time of its last sign of life."""
     here: bool = True
 
 
 class StallWatch:
-    """Of the local ranks in one attempt. Not thread-safe: the state's lock guards it. Times are unix seconds
-    by one clock."""
+    """Detects hung local ranks in one attempt. Not thread-safe: the state's lock guards it.
+    Times are unix seconds by one clock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._started: float | None = None
         self._pause = 0.0
-        """The longest between two signs of life of a rank."""
+        """Seconds of the longest pause between two signs of life of a rank."""
         self._looked: float | None = None
         self._awake = 0.0
 
     def started(self, now: float) -> None:
-        """The command runs, or was found running."""
+        """Records that the command runs, or was found running."""
         self._started = now
 
     def progress(self, rank: int, step: int, now: float) -> None:
-        """A sign of life: `step` was reached, now or before."""
+        """Records a sign of life of a rank that has reached `step`."""
         self._notice_sleep(now)
         known = self._ranks.get(rank)
         if known is None:
@@ -75,14 +74,14 @@ class StallWatch:
             self._ranks[rank].here = False
 
     def slowest(self) -> tuple[int, int] | None:
-        """(rank, step) of the rank that is furthest behind; None: none has made a step."""
+        """Returns (rank, step) of the rank that is furthest behind; None: none has made a step."""
         found = min(((entry.step, rank) for rank, entry in self._ranks.items()), default=None)
         return None if found is None else (found[1], found[0])
 
     def stalled_since(
         self, now: float, limits: HangLimits | None, step_seconds: float | None
     ) -> float | None:
-        """The last sign of life of the rank that has given none for longest, if that is too long ago."""
+        """Returns the last sign of life of the longest silent rank, if that is too long ago."""
         self._notice_sleep(now)
         self._looked = now
         if limits is None:
@@ -101,7 +100,7 @@ _GONE = "the process was gone without a word, as one is that was killed"
 _WAITS = "its collective failed, and it waits for a new attempt"
 _LATE = "it did not leave its step within spec.recovery.interruptSeconds"
 COME_BACK_SECONDS = 3.0
-"""How long a launcher may be silent before its command counts as lost."""
+"""Seconds of a launcher's silence after which its command counts as lost."""
 _SMOOTHING = 0.2
 
 
@@ -111,13 +110,13 @@ class _Listener:
 
     connection: object
     refusal: str
-    """Why its process cannot stay when its attempt ends; empty: it can."""
+    """The reason why its process must end with its attempt; empty: it can stay."""
     left: int = 0
     """The attempt for which it has left its step; 0: none."""
 
 
 class TrainerWatch:
-    """Not thread-safe: the state's lock guards it."""
+    """Tracks one trainer container. Not thread-safe: the state's lock guards it."""
 
     def __init__(self) -> None:
         self.attempt = 0
@@ -129,9 +128,9 @@ class TrainerWatch:
         self._resumes: dict[int, ResumeProof] = {}
         self._stall = StallWatch()
         self._mute: int | None = None
-        """The rank that left first, if it said nothing before."""
+        """The rank that disconnected first, if it had reported no failure."""
         self._listeners: dict[int, _Listener] = {}
-        """By rank."""
+        """The second connection of each rank."""
         self._listened: dict[int, str] = {}
         """Ranks that had such a connection as the attempt began, with the refusal."""
 
@@ -147,11 +146,12 @@ class TrainerWatch:
 
     @property
     def lost_container(self) -> bool:
-        """The attempt ended here unseen; a new launcher must not begin it again."""
+        """Returns whether the attempt ended here unseen; a new launcher must not begin it again."""
         return self._report.reason == CONTAINER_RESTARTED
 
     def begin_attempt(self, attempt: int, resumed: bool, now: float) -> None:
-        """`resumed`: the attempt was released before this process began, so the command should be running."""
+        """Starts an attempt.
+        `resumed`: it was released before this process began, so the command should be running."""
         self.attempt = attempt
         self._report = self._not_waiting()
         self._listened = {rank: each.refusal for rank, each in self._listeners.items()}
@@ -168,7 +168,7 @@ class TrainerWatch:
             self.event(*self._last)
 
     def launcher_connected(self) -> None:
-        """It says at once what it is doing."""
+        """Records that a launcher has connected, which reports its state at once."""
         self.connected = True
 
     def launcher_gone(self, now: float) -> None:
@@ -179,11 +179,12 @@ class TrainerWatch:
             self._report = TrainerReport(TrainerState.ABSENT)
 
     def listener_connected(self, rank: int, connection: object, refusal: str) -> None:
-        """The process of this rank may stay when its attempt ends, unless there is a `refusal`."""
+        """Records that the process of a rank may stay after its attempt, unless there is a `refusal`."""
         self._listeners[rank] = _Listener(connection, refusal)
 
     def step_left(self, rank: int, connection: object, attempt: int, failed: bool = False) -> None:
-        """It waits for the release of `attempt`, or, if a collective of that has `failed`, of a newer one."""
+        """Records that a rank waits for the release of `attempt`.
+        If a collective of that has `failed`, it waits for a newer one."""
         known = self._listeners.get(rank)
         if known is None or known.connection is not connection:
             return
@@ -194,13 +195,13 @@ class TrainerWatch:
             self._report = dataclasses.replace(self._report, state=TrainerState.FAILED)
 
     def listener_gone(self, rank: int, connection: object) -> None:
-        """It ends with its attempt, unless it comes again."""
+        """Records that the process of a rank ends with its attempt, unless it reconnects."""
         known = self._listeners.get(rank)
         if known is not None and known.connection is connection:
             del self._listeners[rank]
 
     def listeners(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Returns those of the local `ranks` whose processes may stay."""
+        """Returns those of the local `ranks` with processes that may stay."""
         known = self._listeners
         return tuple(rank for rank in ranks if rank in known and not known[rank].refusal)
 
@@ -209,7 +210,7 @@ class TrainerWatch:
         return tuple(rank for rank in self.listeners(ranks) if self._listeners[rank].left == attempt)
 
     def _why_ended(self, attempt: int) -> str:
-        """Why the process of a rank that was there did not stay for this attempt, as a clause."""
+        """Returns why the process of a rank that was there did not stay for this attempt, as a clause."""
         ended = set(self._listened).difference(self.left(self._listened, attempt))
         return next((f"rank {rank}: {self._listened[rank] or _LATE}" for rank in sorted(ended)), "")
 
@@ -217,7 +218,7 @@ class TrainerWatch:
         self._last = (event, now)
         if event.attempt != self.attempt:
             if event.event == "idle" and self._silent_since is not None:
-                self._lost(now)  # a launcher that knows nothing of the running attempt is a new one
+                self._lost(now)  # a launcher without the running attempt is a new one
             elif self._report.state is TrainerState.ABSENT:
                 self._report = self._not_waiting()
             return
@@ -249,7 +250,7 @@ class TrainerWatch:
         elif event.event == "idle" and self._silent_since is not None:
             self._lost(now)
         elif self._report.state in (TrainerState.ABSENT, TrainerState.WAITING):
-            if event.event == "idle" and self.connected:  # the word of one that has gone since is no word
+            if event.event == "idle" and self.connected:  # not if it has gone since
                 self._report = TrainerReport(
                     TrainerState.WAITING, stays=event.stays, refusal=self._why_ended(event.attempt)
                 )
@@ -259,8 +260,8 @@ class TrainerWatch:
                 self._report = TrainerReport(TrainerState.ABSENT, unhealthy=event.message)
 
     def tick(self, now: float, finishing: bool = False) -> bool:
-        """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and
-        says nothing about it."""
+        """Returns whether the silence of a launcher has just become too long.
+        `finishing`: it is expected to end, and sends no report of that."""
         if self._silent_since is None or now - self._silent_since < COME_BACK_SECONDS:
             return False
         if finishing:
@@ -271,7 +272,7 @@ class TrainerWatch:
         return True
 
     def look_for_stall(self, now: float, limits: HangLimits | None) -> bool:
-        """Whether it has just become known that a rank has hung, or that none has any more."""
+        """Returns whether a hang was just detected or has just ended."""
         report = self._report
         running = report.state is TrainerState.RUNNING
         since = self._stall.stalled_since(now, limits, report.step_seconds) if running else None
@@ -281,7 +282,7 @@ class TrainerWatch:
         return True
 
     def rank_left(self, rank: int, attempt: int) -> None:
-        """Its connection is closed."""
+        """Records that the connection of a rank is closed."""
         if attempt != self.attempt:
             return
         self._stall.left(rank)
@@ -289,7 +290,7 @@ class TrainerWatch:
             self._mute = rank
 
     def progress(self, rank: int, step: int, step_seconds: float | None, now: float) -> None:
-        """A rank reached `step`, or is still there after it."""
+        """Records that a rank reached `step`, or is still there after it."""
         report = self._report
         if self._mute == rank:
             self._mute = None  # it only had to connect anew
@@ -309,8 +310,8 @@ class TrainerWatch:
         )
 
     def failing(self, failure: RankFailure) -> None:
-        """A rank is about to end. What breaks a collective explains the others' broken collectives, and so
-        does a rank that is gone."""
+        """Records that a rank is about to end.
+        What breaks a collective explains the others' broken collectives, and so does a rank that is gone."""
         known, echo = self._report.failure, failure.reason == COLLECTIVE_FAILED
         if echo and self._mute is not None:
             return
@@ -318,7 +319,7 @@ class TrainerWatch:
             self._report = dataclasses.replace(self._report, failure=failure)
 
     def not_finite(self, rank: int, steps: int) -> int:
-        """The sanity gate refused the last `steps` steps of `rank`. Returns how many of them are news."""
+        """Records that the sanity gate refused the last `steps` steps of `rank`; returns how many are new."""
         before = self._not_finite.get(rank, 0)
         self._not_finite[rank] = steps
         most = max(self._not_finite.values())
@@ -327,8 +328,8 @@ class TrainerWatch:
         return steps - before if steps > before else 0
 
     def resumed(self, proof: ResumeProof, local_ranks: int) -> None:
-        """A rank has compared the steps that it trained again. One that could not says nothing about its
-        worker before all have answered."""
+        """Records how a rank compared the steps that it trained again.
+        One that could not compare decides for its worker only after all have answered."""
         self._resumes[proof.rank] = proof
         for exact in (Exact.DIFFERS, Exact.PROVEN, Exact.NOT_COMPARABLE):
             alike = [each for each in self._resumes.values() if each.exact is exact]
@@ -338,7 +339,7 @@ class TrainerWatch:
                 return
 
     def _not_waiting(self) -> TrainerReport:
-        """Until the launcher says that it waits, by its last word, which was about another attempt."""
+        """Returns the state before the launcher waits, by its last message, about another attempt."""
         event = self._last[0] if self.connected and self._last is not None else None
         if event is None or event.event not in ("started", "stuck"):
             return TrainerReport(TrainerState.ABSENT)

@@ -1,7 +1,7 @@
-"""Tracks which peers answer this sidecar, and how far a restore is, to tell dead from slow.
+"""Tracks which peers answer and how far a restore is, to distinguish dead from slow processes.
 
-The controller hears of a dead node. What comes and goes is damped: a peer that was lost counts as reachable
-only after it has answered several times in a row.
+The controller is informed of a dead node. Changes are damped: a peer that was lost counts as reachable only
+after it has answered several times in a row.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tiercheck.protocol.names import split_address
 from tiercheck.protocol.report import Break, RestoreProgress, Unreachable
 
 MOST = 16
-"""Peers named in one report."""
+"""The limit of peers in one report."""
 CALM = 3
-"""Answers in a row after which a peer that was lost counts as reachable again."""
+"""The number of answers in a row after which a lost peer counts as reachable again."""
 
 
 @dataclass
 class _Sight:
-    """What is known of one peer."""
+    """The state of one peer."""
 
     answered_at: float
     how: Break | None = None
     answers: int = 0
-    """In a row, since it was lost."""
+    """The number of answers in a row since it was lost."""
     doubted: bool = False
 
 
 class PeerWatch:
-    """Thread-safe. Times are those of `clock`, unix seconds."""
+    """Tracks which peers answer. Thread-safe. Times are those of `clock`, unix seconds."""
 
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float]) -> None:
         self._changed, self._clock = changed, clock
@@ -43,7 +43,7 @@ class PeerWatch:
         self._sights: dict[Peer, _Sight] = {}
 
     def only(self, peers: Collection[Peer]) -> None:
-        """From now on watch exactly these."""
+        """Watches exactly these peers from then on."""
         with self._lock:
             now = self._clock()
             self._sights = {peer: self._sights.get(peer) or _Sight(now) for peer in peers}
@@ -63,7 +63,7 @@ class PeerWatch:
             self._changed()
 
     def broken(self, peer: Peer, how: Break) -> None:
-        """A connection to it failed."""
+        """Records that a connection to a peer failed."""
         with self._lock:
             sight = self._sights.get(peer)
             if sight is None:
@@ -76,8 +76,8 @@ class PeerWatch:
         self._changed()
 
     def doubt(self, peer: Peer) -> None:
-        """A stream to it broke or an answer is late, which may mean anything: ask it at once, here and, since
-        it is reported as silent until it answers, from the controller."""
+        """Suspects a peer after a broken stream or a late answer, which may have any cause.
+        It is probed at once, here and, since it is reported as silent until it answers, by the controller."""
         with self._lock:
             sight = self._sights.get(peer)
             if sight is None or sight.doubted:
@@ -91,7 +91,7 @@ class PeerWatch:
             return sight is not None and sight.doubted
 
     def unreachable(self) -> tuple[Unreachable, ...]:
-        """For the report: those that have not answered for longest in front."""
+        """Returns the lost and suspected peers for the report, the longest silent first."""
         with self._lock:
             lost = [
                 Unreachable(peer.worker, peer.host, sight.answered_at, sight.how or Break.SILENT)
@@ -101,7 +101,7 @@ class PeerWatch:
         return tuple(sorted(lost, key=lambda each: (each.since, each.worker))[:MOST])
 
     def all_lost(self, seconds: float) -> bool:
-        """Whether there are peers, and none of them has answered for so long."""
+        """Returns whether there are peers, and none of them has answered for `seconds`."""
         with self._lock:
             now = self._clock()
             sights = list(self._sights.values())
@@ -109,7 +109,7 @@ class PeerWatch:
 
 
 def neighbours(directive: Directive) -> frozenset[Peer]:
-    """The workers that this one keeps copies or parity with, in either direction."""
+    """Returns the workers that this one keeps copies or parity with, in either direction."""
     groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
     coded = [peer for group in groups for peer in (*group.members, *group.holders)]
     return frozenset(
@@ -120,20 +120,20 @@ def neighbours(directive: Directive) -> frozenset[Peer]:
 
 
 def named_addresses(directive: Directive | None) -> frozenset[str]:
-    """The IP addresses of the peers that a directive names."""
+    """Returns the IP addresses of the peers that a directive names."""
     addresses = set()
     for peer in (*neighbours(directive), directive.coordinator) if directive is not None else ():
-        with contextlib.suppress(ValueError):  # not an address: nobody comes from there
+        with contextlib.suppress(ValueError):  # not an address: no connection comes from there
             addresses.add(split_address(peer.host)[0])
     return frozenset(addresses)
 
 
 _NAMED = 8
-"""Sources that a report names."""
+"""The limit of sources in a report."""
 
 
 class ProgressMeter:
-    """Of one restore at a time. Thread-safe. `clock` is monotonic."""
+    """Measures one restore at a time. Thread-safe. `clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -145,26 +145,26 @@ class ProgressMeter:
         self._moved = clock()
 
     def begin(self) -> None:
-        """Another restore is wanted from now on."""
+        """Starts to measure another restore."""
         with self._lock:
             self._wanted, self._done, self._stalled = {}, Counter(), {}
             self._moved = self._clock()
 
     def plan(self, rank: int, wanted: int, done: int) -> None:
-        """Of `wanted` bytes that the rank needs, `done` are here and verified."""
+        """Records that `done` of the `wanted` bytes of the rank are here and verified."""
         with self._lock:
             self._wanted[rank], self._done[rank] = wanted, done
             self._moved = self._clock()
 
     def arrived(self, rank: int, count: int) -> None:
-        """So many more bytes came for the rank, or were read again where they lie."""
+        """Adds bytes that came for the rank, or were read again where they lie."""
         with self._lock:
             self._done[rank] += count
             self._moved = self._clock()
 
     @contextlib.contextmanager
     def waiting(self, source: str) -> Iterator[None]:
-        """While `source` is waited for."""
+        """Marks `source` as waited for inside the context."""
         with self._lock:
             self._waiting[source] += 1
         try:
@@ -174,19 +174,19 @@ class ProgressMeter:
                 self._waiting[source] -= 1
 
     def given_up(self, source: str) -> None:
-        """Nothing came from `source` for too long. To go on to the next one is progress."""
+        """Records that `source` was given up as stalled. To go on to the next one is progress."""
         with self._lock:
             self._stalled[source] = None
             self._moved = self._clock()
 
     @property
     def stalled(self) -> tuple[str, ...]:
-        """The sources that this restore has given up."""
+        """Returns the sources that this restore has given up."""
         with self._lock:
             return tuple(self._stalled)[:_NAMED]
 
     def describe(self) -> RestoreProgress:
-        """For the report."""
+        """Returns the progress for the report."""
         with self._lock:
             return RestoreProgress(
                 bytes=sum(min(self._done[rank], wanted) for rank, wanted in self._wanted.items()),

@@ -1,9 +1,9 @@
-"""Keeps blocks of parity for others, and says on a proven connection which are complete.
+"""Keeps blocks of parity for other workers, and reports which are complete.
 
-What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
-asks for it again. Members' chunks are folded in as they come, each once: twice would take it out again. So
-what counts is not what was sent but what is in: one set of missing chunks per member, which outlives every
-connection. A rule, not a clock, says when a block that is still being made is given up.
+Complete blocks are sealed in the vault. Incomplete ones are known here only, so members send theirs again
+when the holder restarts. Members' chunks are folded in as they arrive, each once: a second time would remove
+it again. So the state is not what was sent but what is in: one set of missing chunks per member, which
+outlives every connection. A rule, not a timeout, decides when an incomplete block is given up.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _STRIPES = 64
 
 
 class BlockGone(Exception):
-    """The block was given up while its chunks arrived. Offer again."""
+    """The block was given up while its chunks arrived; the artifact must be offered again."""
 
 
 class Block:
-    """Thread-safe. Chunks of different members and of different places are folded at the same time."""
+    """An incomplete block. Thread-safe: chunks at different places are folded at the same time."""
 
     def __init__(self, share: Share, version: Version, kind: Kind, world_size: int, draft: SlotDraft) -> None:
         self.share, self.version, self.kind, self.world_size = share, version, kind, world_size
@@ -54,18 +54,16 @@ class Block:
         self._over = self._sealing = False
 
     def takes(self, rank: int, digests: Digests) -> bool:
-        """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is
-        in.
-        """
+        """Returns whether a member's artifact fits in, and no other of that member is in."""
         with self._idle:
             gone = self._over and not self._sealing
             fits = digests.size <= self._draft.seal.digests.size
             return not gone and fits and self._digests.get(rank, digests) == digests
 
     def enter(self, rank: int, digests: Digests, tags: Tags | None = None) -> tuple[int, ...]:
-        """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came
-        before with other digests: then nobody can say what is in the block.
-        """
+        """Registers a member's artifact. Returns the chunks still to be sent. Raises BlockGone.
+
+        That is also raised if it came before with other digests: the block's content is then unknown."""
         with self._idle:
             if self._digests.setdefault(rank, digests) != digests or (self._over and not self._sealing):
                 raise BlockGone
@@ -73,17 +71,17 @@ class Block:
             return tuple(sorted(self._missing.setdefault(rank, set(range(len(digests.values))))))
 
     def artifacts(self) -> tuple[Artifact, ...]:
-        """Those that are wholly folded in."""
+        """Returns the artifacts that are completely folded in."""
         with self._idle:
             ranks = [rank for rank, missing in self._missing.items() if not missing]
         return tuple(Artifact(rank, self.version, self.kind) for rank in ranks)
 
     def offered(self, rank: int) -> tuple[Digests | None, Tags | None]:
-        """How a member's artifact was described; None if it was not offered yet, or without tags."""
+        """Returns a member's digests and tags; None if it was not offered yet, or without tags."""
         return self._digests.get(rank), self._tags.get(rank)
 
     def fold(self, rank: int, index: int, chunk: memoryview) -> None:
-        """Fold a verified chunk in, unless it is in. Raises BlockGone."""
+        """Folds a verified chunk in, unless it is in. Raises BlockGone."""
         with self._idle:
             if self._over:
                 raise BlockGone
@@ -102,18 +100,18 @@ class Block:
         finally:
             with self._idle:
                 self._folding -= 1
-                self._over = self._over or not done  # nobody can say what is in the block
+                self._over = self._over or not done  # the block's content is unknown
                 self._idle.notify_all()
 
     def missing(self, rank: int) -> tuple[int, ...]:
-        """Raises BlockGone."""
+        """Returns a member's chunks that are not folded in. Raises BlockGone."""
         with self._idle:
             if self._over and not self._sealing:
                 raise BlockGone
             return tuple(sorted(self._missing[rank]))
 
     def seal(self) -> bool:
-        """Seal it if it is complete. True for the one caller who did. Raises OSError; then it is gone."""
+        """Seals the block if complete; True only to the call that did. Raises OSError; then it is gone."""
         with self._idle:
             ready = set(self._missing) == set(self.share.ranks) and not any(self._missing.values())
             if self._over or self._folding or not ready:
@@ -133,15 +131,14 @@ class Block:
         return True
 
     def release(self) -> None:
-        """Give it up: nothing is folded into it after this."""
+        """Gives the block up: nothing is folded into it after this."""
         with self._idle:
             self._over = True
             self._idle.wait_for(lambda: self._folding == 0)
         self._draft.release()
 
     def _count(self, index: int) -> bool:
-        """One more member's chunk is in. Whether it was the last for this place, of a block whose size is
-        known."""
+        """Counts a folded chunk. Returns whether it is the last for its place, if all sizes are known."""
         with self._idle:
             self._folded[index] += 1
             if set(self._digests) != set(self.share.ranks):
@@ -155,11 +152,11 @@ class Block:
 
 
 def is_expendable(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
-    """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
+    """Returns whether an incomplete block of `version` can be given up in attempt `history.attempt`.
 
     One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one
-    is wanted even when deltas have carried the floor past it: later versions will be rebuilt from it. What
-    else is older than the floor will not be restored, or its block would be complete.
+    is needed even when deltas have raised the floor past it: later versions will be rebuilt from it. Any
+    other that is older than the floor will not be restored, or its block would be complete.
     """
     if not history.accepts(version):
         return True
@@ -178,11 +175,11 @@ log = logging.getLogger(__name__)
 Key = tuple[Share, Version, Kind]
 
 _OPENING = 10.0
-"""Seconds that a member is kept waiting while the block is being begun for another one."""
+"""Seconds that a member waits while the block is being created for another one."""
 
 
 class ParityHolder:
-    """Thread-safe. `run` gives up what can no longer become complete, or need not."""
+    """Folds members' artifacts into blocks, and gives up blocks that are not needed. Thread-safe."""
 
     def __init__(self, state: SidecarState, vault: Vault) -> None:
         self._state, self._vault = state, vault
@@ -198,7 +195,7 @@ class ParityHolder:
             self.prune()
 
     def offer(self, claim: CallerClaim, ask: Ask) -> Say:
-        """A member wants its artifact to be protected."""
+        """Answers the offer of a member's artifact for parity."""
         directive, digests = self._state.directive, ask.digests
         unwanted = refuse_offer(self._state.fence, directive, claim, ask)
         if unwanted is not None:
@@ -234,7 +231,7 @@ class ParityHolder:
         return Say("in")
 
     def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
-        """The block that an offered artifact of the caller's is folded into."""
+        """Returns the block that an offered artifact of the client is folded into."""
         directive = self._state.directive
         if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
             return None
@@ -243,7 +240,7 @@ class ParityHolder:
             return self._blocks.get((share, artifact.version, artifact.kind)) if share else None
 
     def settle(self, block: Block) -> None:
-        """Seal the block if everything is in."""
+        """Seals the block if everything is in."""
         try:
             if not block.seal():
                 return
@@ -254,7 +251,7 @@ class ParityHolder:
         self._state.bump()
 
     def status(self, claim: CallerClaim) -> Say:
-        """What of the caller's artifacts is here."""
+        """Returns which artifacts of the client are in complete blocks, or folded into others."""
         directive = self._state.directive
         if directive is None or directive.attempt != claim.attempt:
             return Say("status")
@@ -275,7 +272,7 @@ class ParityHolder:
         )
 
     def prune(self) -> None:
-        """Give up blocks that nobody will need."""
+        """Gives up incomplete blocks that will not be needed."""
         with self._state.lock:
             directive, verdict = self._state.directive, self._state.verdict
         if directive is None:
@@ -294,8 +291,7 @@ class ParityHolder:
     # Inside
 
     def _block(self, share: Share, artifact: Artifact, world_size: int, digests: Digests) -> Block:
-        """The block to fold into, made anew if it cannot take this artifact. Raises NoFreeSlot,
-        LibraryMissing, OSError."""
+        """Returns a block for this artifact, new if needed. Raises NoFreeSlot, LibraryMissing, OSError."""
         key = (share, artifact.version, artifact.kind)
         with self._lock:
             size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
@@ -311,8 +307,7 @@ class ParityHolder:
             block = self._open(key, world_size, size)
             with self._lock:
                 self._blocks[key] = block
-                # Not before there is room for one: what one member claims must not make all later blocks
-                # impossible.
+                # Only once there is room for one: one member's claim must not prevent all later blocks.
                 self._largest[share, artifact.kind] = max(self._largest.get((share, artifact.kind), 0), size)
             return block
         finally:
@@ -338,7 +333,7 @@ class ParityHolder:
             self._state.bump()
 
     def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
-        """Which block the artifacts of a member's rank are folded into here."""
+        """Returns the share of the block that artifacts of a member's rank are folded into here."""
         for group in directive.folded:
             if worker in {member.worker for member in group.members}:
                 shares = self._shares(directive, group)
@@ -351,11 +346,11 @@ class ParityHolder:
 
 
 _STATUS_EVERY = 5.0
-"""Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
+"""Seconds after which an unchanged status is sent again, so that each end detects a dead peer."""
 
 
 class ParitySession:
-    """`handlers` are for one connection, and raise WireBroken."""
+    """Serves parity requests of one connection. Its `handlers` raise WireBroken."""
 
     def __init__(self, state: SidecarState, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
         self._state, self._holder, self._wire, self._claim = state, holder, wire, claim
@@ -390,16 +385,16 @@ class ParitySession:
             raise WireBroken("the block was given up") from error
         finally:
             self._holder.settle(block)
-            self._state.bump()  # what is folded now is news for the status
+            self._state.bump()  # the status may have changed
 
     def _must_be_current(self) -> None:
-        """Raises WireBroken."""
+        """Raises WireBroken if the client is of another attempt."""
         other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
         if other:
             raise WireBroken(other)
 
     def _status(self, ask: Ask) -> Say:
-        """Level-based: whatever was missed is in the next answer."""
+        """Waits for a change or a timeout. Each answer has the whole state, so no change is missed."""
         until = time.monotonic() + _STATUS_EVERY
         seen = -1
         while True:

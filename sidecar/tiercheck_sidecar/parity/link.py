@@ -1,8 +1,8 @@
-"""Links a member to every holder of its parity: what the holder has, and what it lacks.
+"""Polls every holder of a member's parity for what it has, and sends it what it lacks.
 
-What the holder has is asked of it all the time, and never remembered against its word. So a holder that
-restarted, or gave up a block, is sent again what it needs: only the chunks that are not in its block yet,
-over several streams. Deltas have a lane of their own, so that they do not wait behind a snapshot.
+Each answer of the holder replaces what was known before. So a holder that restarted, or gave up a block, is
+sent again what it needs: only the chunks that are not in its block yet, over several streams. Deltas have a
+lane of their own, so that they do not wait behind a snapshot.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Standing:
-    """What is known of a holder."""
+    """The last known state of a holder."""
 
     complete: frozenset[Artifact] = frozenset()
-    """Own artifacts whose blocks are complete there, by its newest word."""
+    """Own artifacts in blocks that are complete there, by its newest answer."""
     folded: frozenset[Artifact] = frozenset()
     brought: frozenset[Artifact] = frozenset()
     late: frozenset[Artifact] = frozenset()
 
     def credit(self) -> int:
-        """How many more were brought and are complete; the two become known in any order."""
+        """Returns how many more were sent and are complete, which become known in any order."""
         done = self.brought & self.complete
         self.brought -= done
         return len(done)
 
 
 class ParitySender(HolderLanes):
-    """Asks each holder all the time what it has."""
+    """Sends own artifacts to holders of parity, and polls what they have."""
 
     says = "takes no parity"
     hope = "Training goes on; its state is protected as soon as that worker answers or is replaced"
@@ -66,7 +66,7 @@ class ParitySender(HolderLanes):
         return watches | super()._threads(era)
 
     def _watch(self, holder: Peer, era: Era) -> None:
-        """Keep asking what the holder has."""
+        """Polls the holder for what it has."""
         waits: Backoff[None] = Backoff()
         while not self._is_over(era):
             try:

@@ -1,12 +1,11 @@
 """Rebuilds a lost artifact from what its parity group holds and from blocks of parity.
 
-Parts are what other members still hold, and parity blocks. Everybody in the group is asked what there is, so
-that a restore plans with that and not with what was meant to be.
+Parts are the artifacts that other members still hold, and parity blocks. All workers of the group are asked
+what they have, so that a restore plans with what exists and not with what was planned.
 
-The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the
-result is digested, and only what is verified is written. Where it is not what it should be, the parts are
-read again and digested one by one, so that the bad one can be named, and another block takes its place if
-there is one.
+The same chunk is requested from all parts at once and folded piece by piece while it is in the cache; only
+the result is digested, and only what is verified is written. If the result is wrong, the parts are read again
+and digested one by one to identify the bad one, and another block replaces it if there is one.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from tiercheck_sidecar.vault import Seal
 log = logging.getLogger(__name__)
 
 DialPeer = Callable[[Peer], Wire]
-"""A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
+"""A function that connects to a worker's sidecar. Raises WireBroken, PeerRefused."""
 
 
 @dataclass(frozen=True)
 class RebuildPart:
-    """Where one part lies. `artifact` is a member's, or names the version and kind of the block `share`."""
+    """The location of a part: a member's `artifact`, or the block `share` of its version and kind."""
 
     peer: Peer
     artifact: Artifact
@@ -59,13 +58,14 @@ class RebuildPart:
 
     @property
     def _named(self) -> Artifact:
-        """A block is named by its first rank."""
+        """Returns the name of the part; a block is named by its first rank."""
         return self.artifact if self.share is None else replace(self.artifact, rank=self.share.ranks[0])
 
     @contextlib.contextmanager
     def open(self, connect: DialPeer, expected: Digests | None = None) -> Iterator[tuple[Wire, Seal]]:
-        """A connection on which its chunks can be asked for by index, and what it is. Raises SourceFailed,
-        also if it is not what is `expected`."""
+        """Yields a connection to request its chunks by index, and its seal. Raises SourceFailed.
+
+        That is also raised if it is not what is `expected`."""
         opening = open_copy(self._named, self._dial(connect), share=self.share)
         with contextlib.closing(opening.wire):
             if opening.seal.digests.chunk != CHUNK:
@@ -75,8 +75,7 @@ class RebuildPart:
             yield opening.wire, opening.seal
 
     def accuse(self, connect: DialPeer) -> str:
-        """Tell its worker that its chunks do not match their digests. What it finds when it reads again;
-        empty if all is well."""
+        """Reports bad chunks to its worker. Returns the fault found on rereading; empty if none."""
         try:
             said = have_reread(self._named, self._dial(connect), self.share)
         except SourceFailed as error:
@@ -88,16 +87,15 @@ class RebuildPart:
 
 
 FRAGMENT = 512 * 1024
-"""Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
+"""Bytes of each part that are combined at a time; for a few parts, they fit into a core's cache."""
 _CHUNKS_PER_STREAM = 2
 
 Parts = Mapping[RebuildPart, tuple[int, Seal]]
-"""What is read, with its weight."""
+"""The parts to read, each with its weight and its seal."""
 
 
 class PartFailed(Exception):
-    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of
-    wrong bytes (`certain`)."""
+    """A part is unreadable, or does not match its digests (`corrupt`), or these are wrong (`certain`)."""
 
     def __init__(
         self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False
@@ -108,7 +106,7 @@ class PartFailed(Exception):
 
 @dataclass(frozen=True)
 class _Inflow:
-    """One part, as its chunks stream in. Every method raises PartFailed."""
+    """Receives the chunks of one part. Every method raises PartFailed."""
 
     part: RebuildPart
     wire: Wire
@@ -116,7 +114,7 @@ class _Inflow:
     buffer: memoryview
 
     def length(self, index: int) -> int:
-        """Bytes of chunk `index`; 0 past the end."""
+        """Returns the bytes of chunk `index`; 0 past the end."""
         return max(0, length_of(self.digests, index))
 
     def ask(self, index: int) -> None:
@@ -130,7 +128,7 @@ class _Inflow:
                 receive_header(self.wire, self.digests, index)
 
     def fill(self, index: int, begin: int) -> int:
-        """Receive the fragment that begins there; returns its bytes."""
+        """Receives the fragment at `begin`; returns its size in bytes."""
         size = max(0, min(FRAGMENT, self.length(index) - begin))
         if size:
             with _blaming(self.part):
@@ -140,7 +138,7 @@ class _Inflow:
 
 @contextlib.contextmanager
 def _blaming(part: RebuildPart) -> Iterator[None]:
-    """Whatever goes wrong is this part's. Raises PartFailed."""
+    """Turns failures into PartFailed of this part."""
     try:
         yield
     except (WireBroken, SourceFailed) as error:
@@ -148,15 +146,15 @@ def _blaming(part: RebuildPart) -> Iterator[None]:
 
 
 _STRIKES = 2
-"""Broken connections after which a part is given up."""
+"""The number of failures after which a part is given up."""
 
 
 class Rebuild:
-    """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these
-    are enough.
+    """Rebuilds one artifact, coded with those of `ranks`.
 
-    `bad`: the parts that proved to be bad, also if others took their places. `tell`: their workers hear of
-    it, and free them. Raises SourceFailed.
+    The constructor asks all parts what they have. Raises SourceFailed if these are not enough. `bad`: the
+    parts that proved to be bad, also if others replaced them. They are reported to their workers, which free
+    them, unless the caller disables that.
     """
 
     def __init__(
@@ -183,11 +181,12 @@ class Rebuild:
         block = self._search()
         rank, version, digests = artifact.rank, artifact.version, block.members[self._me]
         self.seal = Seal(rank, version, block.world_size, Tier.LOCAL, digests, artifact.kind)
-        self._recipe()  # before anything is taken for it
+        self._recipe()  # fails before anything is allocated
 
     def unfold(self, chunks: Sequence[int], sink: ArtifactSink) -> None:
-        """Write these chunks, verified. What is finished stays finished whatever parts fail. Raises
-        SourceGone (SourceCorrupt if bad parts are the reason), OSError."""
+        """Writes these chunks, verified. Finished chunks stay finished whatever parts fail.
+
+        Raises SourceGone (SourceCorrupt if bad parts are the reason), OSError."""
         self._sink, self._missing = sink, set(chunks)
         while self._missing:
             parts = self._recipe()
@@ -200,7 +199,7 @@ class Rebuild:
                 self._give_up(failed)
 
     def _stream(self, parts: Parts, extra: bool = False) -> None:
-        """`extra`: without it, the rebuild is only slower."""
+        """Rebuilds waiting chunks. An `extra` stream may fail to open: the rebuild is only slower then."""
         try:
             with contextlib.ExitStack() as stack:
                 try:
@@ -215,7 +214,7 @@ class Rebuild:
             raise
 
     def _inflow(self, part: RebuildPart, seal: Seal, stack: contextlib.ExitStack) -> _Inflow:
-        """Open until `stack` is closed. Raises PartFailed."""
+        """Returns a part that is open until `stack` is closed. Raises PartFailed."""
         with _blaming(part):
             wire, _ = stack.enter_context(part.open(self._dial, seal.digests))
         return _Inflow(part, wire, seal.digests, memoryview(bytearray(FRAGMENT)))
@@ -249,8 +248,7 @@ class Rebuild:
             return None if self._stopped or not self._waiting else self._waiting.popleft()
 
     def _examine(self, index: int, parts: Parts, target: memoryview) -> None:
-        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line,
-        `target` is right now."""
+        """Rereads every part of a wrong result. Raises PartFailed, or corrects `target` if none is bad."""
         weights, pieces = [], []
         for part, (weight, seal) in parts.items():
             if index >= len(seal.digests.values):
@@ -273,7 +271,7 @@ class Rebuild:
             raise PartFailed(blocks[0], reason, certain=len(blocks) == 1)
 
     def _search(self) -> Seal:
-        """Ask everybody at once what they have. Returns what the blocks say. Raises SourceFailed."""
+        """Asks all parts in parallel what they have. Returns the seal of a block. Raises SourceFailed."""
         parts = (*self._blocks.values(), *self._members.values())
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="rebuild") as pool:
             for part, found in zip(parts, pool.map(self._ask, parts), strict=True):
@@ -300,7 +298,7 @@ class Rebuild:
             return None
 
     def _recipe(self) -> dict[RebuildPart, tuple[int, Seal]]:
-        """Which parts to read now, with their weights. Raises SourceFailed."""
+        """Returns the parts to read, with their weights and seals. Raises SourceFailed."""
         lost = set(range(self._data)) - {
             place for place, part in self._members.items() if part in self._found
         }
@@ -338,18 +336,19 @@ _PARALLEL = 16
 
 
 class ParitySource(ArtifactSource):
-    """What a group could rebuild of the artifacts of its members."""
+    """A source of artifacts that a parity group can rebuild for its members."""
 
     def __init__(
         self, group: ParityGroup, procs_per_worker: int, connect: DialPeer, *, tell: bool = True
     ) -> None:
-        """`tell`: workers hear that their parts are bad, and free them."""
+        """Bad parts are reported to their workers, which free them, unless the caller disables that."""
         self._group, self._procs, self._connect, self._tell = group, procs_per_worker, connect, tell
         self._last: Rebuild | None = None
 
     def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
-        """Artifacts of which there are as many blocks as the group lacks artifacts of its members. Raises
-        SourceFailed if nobody who could know answers."""
+        """Returns the size of each artifact of which at least as many parts exist as the group has ranks.
+
+        Raises SourceFailed if no block of the rank is found and a worker failed to answer."""
         group, ranks = self._group, self._group.coded_with(rank, self._procs)
         blocks = [(peer, -1, Share(index, ranks)) for index, peer in enumerate(group.holders)]
         members = [(peer, of, None) for peer, of in zip(group.members, ranks, strict=True) if of != rank]
@@ -388,4 +387,4 @@ class ParitySource(ArtifactSource):
                 artifact, ranks, self._group, lambda peer: call.own(self._connect(peer)), tell=self._tell
             )
         yield OpenArtifact(found.seal, found.unfold, found.bad)
-        self._last = found  # nothing failed: the next chunk need not ask everybody again
+        self._last = found  # nothing failed: the next call need not ask all parts again

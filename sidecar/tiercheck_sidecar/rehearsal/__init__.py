@@ -1,1 +1,1 @@
-"""Rehearsal reads and verifies what a recovery would read, while the job trains."""
+"""Reads and verifies what a recovery would read, while the job trains."""

@@ -1,6 +1,6 @@
-"""What rehearsals have found so far, how slowly they read, and whose turn it is.
+"""Records the results of rehearsals, and computes how slowly they read and when each is due.
 
-Which proofs this worker can show, and what would not come back. Rules only: no I/O, no clock, no thread.
+Results are proofs, and what could not be restored. Rules only: no I/O, no clock, no thread.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """Of this worker, as long as its sidecar lives."""
+    """The results of this worker's rehearsals, as long as its sidecar lives."""
 
     proofs: tuple[tuple[int, Proof], ...] = ()
-    """One for each own rank and tier."""
+    """One proof for each own rank and tier."""
     faults: tuple[tuple[int, Tier, str], ...] = ()
-    """Own rank, tier, and what would not come back, as a sentence without its full stop."""
+    """Own rank, tier, and what could not be restored, as a sentence without its full stop."""
 
     def proved(self, rank: int, proof: Proof) -> Ledger:
-        """All routes of that rank's tier were walked to their ends."""
+        """Returns the results after all sources of that rank's tier were read to their ends."""
         others = [(of, each) for of, each in self.proofs if (of, each.tier) != (rank, proof.tier)]
         faults = tuple(each for each in self.faults if each[:2] != (rank, proof.tier))
         return Ledger((*others, (rank, proof)), faults)
 
     def disproved(self, rank: int, tier: Tier, sentences: Sequence[str]) -> Ledger:
-        """Some of them could not be. What was proved before stays, and grows old."""
+        """Returns the results after some of them could not be. Earlier proofs stay, and grow old."""
         faults = [each for each in self.faults if each[:2] != (rank, tier)]
         return Ledger(self.proofs, (*faults, *((rank, tier, sentence) for sentence in sentences)))
 
     def without_faults(self) -> Ledger:
-        """Everything is brought anew, or lies elsewhere now."""
+        """Returns the results without faults, for a new attempt or placement."""
         return Ledger(self.proofs)
 
     def shown(self, ranks: Collection[int]) -> tuple[Proof, ...]:
-        """For the report: of each tier that is proved for all of `ranks`, the oldest proof."""
+        """Returns for the report, of each tier that is proved for all of `ranks`, the oldest proof."""
         found = []
         for tier in Tier:
             here = [proof for rank, proof in self.proofs if rank in ranks and proof.tier is tier]
@@ -72,29 +72,27 @@ class Ledger:
         return tuple(found)
 
     def complaint(self) -> str:
-        """What a person should know and do; empty if nothing is wrong."""
+        """Returns what a user should know and do; empty if nothing is wrong."""
         sentences = [f"{sentence}. {ADVICE[tier]}" for _, tier, sentence in self.faults[:2]]
         more = len(self.faults) - len(sentences)
         return ". ".join(sentences) + (f"; and {more} more" if more else "") + "." if sentences else ""
 
 
 SHARE = 0.01
-"""Of one core, and of the bandwidth that the job allows its copies or uploads, that reading may take."""
+"""The share that reading may take of one core, and of the bandwidth for copies or uploads."""
 WIRE_SECONDS = 1e-9
-"""Core-seconds that a byte from elsewhere costs at least: kernel and other threads work for it as well (0.7
-per GB were measured)."""
+"""Core-seconds per received byte at least, for kernel and other threads (0.7 per GB were measured)."""
 AGAIN = 300.0
-"""Seconds after which what went wrong is looked at again, if its turn does not come sooner."""
+"""Seconds after which a failure is checked again, if its turn does not come sooner."""
 FRESH = 12 * 3600.0
-"""Seconds for which the proof of a version is good: it is not read again sooner. What lies in a remote store
-costs money to read."""
+"""Seconds for which the proof of a version is good: it is not read again sooner.
+Reading from a remote store costs money."""
 
 
 def seconds_to_rest(core: float, moved: int, bandwidth: int | None) -> float:
-    """Seconds to pause after a piece that took `core` seconds of this thread's processor time and moved
-    `moved` bytes here from elsewhere.
+    """Returns the seconds to pause after a piece took `core` seconds of this thread's processor time.
 
-    `bandwidth`: bytes per second that the job allows; None: not limited.
+    `moved`: its bytes from elsewhere. `bandwidth`: bytes per second that the job allows; None: not limited.
     """
     worked = max(core, moved * WIRE_SECONDS)
     return max(worked / SHARE, 0.0 if bandwidth is None else moved / (bandwidth * SHARE))
@@ -105,16 +103,17 @@ class Look:
     """The last rehearsal of one tier that came to an end."""
 
     course: tuple[int, str]
-    """Attempt and placement in which it was."""
+    """The attempt and placement in which it ran."""
     began: float
-    """Seconds of the clock that `due_in` is asked with."""
+    """Seconds of the clock that `due_in` is called with."""
     good: bool
     whole: Version | None = None
-    """The version, if it was one that was proved whole."""
+    """The version, if it was a single one that was proved whole."""
 
 
 def due_in(now: float, every: float, last: Look | None, course: tuple[int, str], newest: Version) -> float:
-    """Seconds until a tier whose newest complete version is `newest` shall be rehearsed (again); 0: now."""
+    """Returns the seconds until a tier shall be rehearsed (again); 0: now.
+    `newest`: its newest complete version."""
     if last is None or last.course != course:
         return 0.0
     wait = every if last.good else min(every, AGAIN)

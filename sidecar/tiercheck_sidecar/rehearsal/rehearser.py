@@ -1,9 +1,9 @@
-"""Rehearses each tier when its turn has come, slowly, never beside a restore or a save.
+"""Rehearses each tier when it is due, slowly, never beside a restore, and yielding to saves.
 
-It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might
-have been the last one, and a restore finds it again by itself and goes round it.
+It reads only. What it finds is reported and left in place: a bad copy that was freed while the job trains
+might have been the last one, and a restore detects it again by itself and avoids it.
 
-A version that training leaves behind is freed while it is read. Then the reading goes on in its successor,
+A version that training leaves behind is freed while it is read. Then the reading continues in its successor,
 from the chunk where it stopped: so a state that is too large to be read within the life of one version is
 read whole all the same, in parts of several.
 """
@@ -36,35 +36,35 @@ from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.seal import header_fault
 
 PAUSES = (2.0, 5.0, 15.0, 30.0)
-"""Seconds before what could not be read is tried again: a sidecar may be starting anew."""
+"""Seconds before a failed read is tried again: a sidecar may be restarting."""
 _FRUITLESS = 8
-"""Versions in a row that were freed before one chunk of them was read."""
+"""The limit of versions in a row that are freed before one chunk of them was read."""
 
 
 class Stopped(Exception):
-    """Something that matters more has begun, or there is nothing to be read: no verdict."""
+    """A rehearsal without a verdict: something more important has begun, or nothing can be read."""
 
 
 class TooSlow(Stopped):
-    """Versions are freed before they can be read; another try at once would find the same."""
+    """Versions that are freed before they can be read, as they would be at an immediate retry."""
 
 
 class Disproved(Exception):
-    """It would not come back; the message is a sentence."""
+    """An artifact that could not be restored; the message is a sentence."""
 
 
 _OUTLIVED = 5.0
-"""Seconds within which the word of a newer version follows the end of an older one."""
+"""Seconds after the end of a version within which the verdict names a newer one."""
 _GIVES_WAY = 10.0
-"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the
-time, it gets on all the same."""
+"""Seconds that it waits for a save at most before it reads one more chunk.
+It must progress even where deltas are written all the time."""
 
 Wait = Callable[[Callable[[], bool], float], bool]
-"""Waits until something is so, at most so many seconds; whether it is."""
+"""Waits until a condition holds, at most so many seconds; returns whether it does."""
 
 
 class RehearsalGround:
-    """What goes on around. All methods raise Stopped."""
+    """The state of the job around a rehearsal. All methods raise Stopped."""
 
     def __init__(
         self, state: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
@@ -74,7 +74,7 @@ class RehearsalGround:
         self._directive, self._tier, self.history = directive, tier, directive.history
 
     def newest(self) -> Version:
-        """The newest version that is complete in the tier."""
+        """Returns the newest version that is complete in the tier."""
         with self._state.lock:
             verdict = self._state.verdict
             self._go_on()
@@ -87,12 +87,12 @@ class RehearsalGround:
         return version
 
     def outlived(self, version: Version) -> bool:
-        """Whether there is a newer one, if need be after a moment."""
+        """Returns whether there is a newer version, after a short wait if necessary."""
         self._wait(lambda: self._is_over() or self._marks_another(version), _OUTLIVED)
         return self.newest() != version
 
     def rest(self, core: float, moved: int) -> None:
-        """Pause after a piece of work as its cost demands, and while something is being saved."""
+        """Pauses after a piece of work as its cost demands, and while something is being saved."""
         policy = self._directive.policy
         bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
         self.pause(seconds_to_rest(core, moved, bandwidth))
@@ -114,7 +114,7 @@ class RehearsalGround:
             raise Stopped("something else has begun")
 
     def _is_over(self) -> bool:
-        """Whether the sidecar has something better to do than when this began."""
+        """Returns whether the job's state has changed so that this rehearsal has to end."""
         state, mine = self._state, self._directive
         now = state.directive
         return (
@@ -131,13 +131,13 @@ class RehearsalGround:
 
 @dataclass(frozen=True)
 class Walked:
-    """It was read to its end, and nothing was wrong."""
+    """The result of reading to the end without faults."""
 
     version: Version
-    """The newest of which something was read."""
+    """The newest version of which something was read."""
     bytes: int
     parts: int
-    """How many versions it was read of."""
+    """The number of versions of which something was read."""
 
 
 class Walk:
@@ -149,13 +149,13 @@ class Walk:
         self._reach, self._source, self._place, self._rank, self._ground = reach, source, place, rank, ground
         self._done = self._bytes = self._parts = 0
         self._at: Artifact | None = None
-        """What is being read."""
+        """The artifact that is being read."""
         self._fresh = True
-        """Whether nothing of the current version was read yet."""
+        """True while nothing of the current version was read."""
         self._buffer = ChunkBuffer()
 
     def run(self) -> Walked:
-        """Raises Disproved, Stopped."""
+        """Reads everything once. Raises Disproved, Stopped."""
         troubles = fruitless = 0
         while True:
             version, before, self._fresh = self._ground.newest(), self._done, True
@@ -187,7 +187,7 @@ class Walk:
             began = time.thread_time()
 
     def _chunks(self, version: Version) -> Iterator[tuple[Artifact, int]]:
-        """Chunks that are still to be read."""
+        """Yields the chunks that are still to be read."""
         self._at, left = None, self._done
         found = plan(self._rank, version, self._ground.history, {}, self._offers(version))
         if isinstance(found, OutOfReach):
@@ -201,8 +201,8 @@ class Walk:
             left = max(0, left - count)
 
     def _read(self, artifact: Artifact, index: int) -> int:
-        """Reads a chunk, and verifies it. Returns its bytes. What differs once may have been bent on the way.
-        The place holds the artifact for that long only."""
+        """Reads and verifies a chunk, which the place holds only meanwhile; returns its length in bytes.
+        A mismatch is read once more, because it may have arisen on the way."""
         try:
             return self._read_once(artifact, index)
         except SourceCorrupt:
@@ -217,8 +217,8 @@ class Walk:
             if opened.bad:
                 raise SourceCorrupt("others took the places of bad parts", opened.bad)
             chunk = self._buffer.room(digests, index)
-            # As when a restored slot is sealed. A header that reaches beyond the first chunk is left to its
-            # digests.
+            # The same check as when a restored slot is sealed. Digests alone verify a header that reaches
+            # beyond the first chunk.
             is_whole = 8 + int.from_bytes(chunk[:8], "little") <= len(chunk) or digests.size == len(chunk)
             reason = header_fault(chunk, seal, digests.size) if index == 0 and is_whole else ""
             if reason:
@@ -232,7 +232,7 @@ class Walk:
         return places
 
     def _is_gone(self, error: Exception, version: Version) -> bool:
-        """What was freed or deleted while it was read is gone, and not bad."""
+        """Returns whether the artifact was freed or deleted while it was read, and so is not bad."""
         if isinstance(error, SourceGone) or self._at is None or not isinstance(error, SourceFailed):
             return isinstance(error, SourceGone)
         try:
@@ -252,12 +252,12 @@ class Walk:
 log = logging.getLogger(__name__)
 
 REHEARSAL_FAILED = "RehearsalFailed"
-"""Reason of the problem that something would not come back."""
+"""Reason of the problem that something could not be restored."""
 _LOOK_EVERY = 5.0
 
 
 class Rehearser:
-    """One thread. `wait` as `SidecarState.wait_until`."""
+    """Rehearses the tiers, in one thread. `wait` as `SidecarState.wait_until`."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class Rehearser:
             self.look()
 
     def look(self) -> None:
-        """Rehearse the tiers whose turn has come."""
+        """Rehearses the tiers that are due."""
         for tier in Tier:
             directive = self._state.directive
             if directive is None or directive.policy.rehearse_every is None:
@@ -308,7 +308,7 @@ class Rehearser:
     def _rehearse(
         self, tier: Tier, directive: Directive, ground: RehearsalGround
     ) -> tuple[bool, Version | None]:
-        """Whether all is well, and which version was read whole. Raises Stopped."""
+        """Returns whether all is well, and which version was read whole. Raises Stopped."""
         walked: dict[int, list[tuple[Walked, float]]] = {rank: [] for rank in self._vault.ranks}
         bad: dict[int, list[str]] = {}
         ways = _sources(tier, directive)
@@ -358,7 +358,7 @@ class Rehearser:
 
 
 def _sources(tier: Tier, directive: Directive) -> list[Source]:
-    """Every place of `tier` that a recovery of this worker's ranks might read from."""
+    """Returns every place of `tier` that a recovery of this worker's ranks might read from."""
     if tier is not Tier.PEER:
         return [Source(tier)]
     found = [Source(tier, peer) for peer in directive.holders]

@@ -1,6 +1,6 @@
-"""Opens the remote tier, which survives the loss of everything.
+"""Opens the remote tier, which survives the loss of the whole cluster.
 
-`open_store` is the way in; the rest of the sidecar knows `RemoteStore` and the errors only.
+`open_store` is the entry point; the rest of the sidecar uses `RemoteStore` and the errors only.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
 
 
 def open_store(remote_json: str, job: str, claimant: Claimant | None = None) -> RemoteStore:
-    """The store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name"). `claimant`: who wants to
-    write there; None: a tool.
+    """Returns the store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name").
 
-    Contacts nothing yet. Raises RemoteConfigError with a sentence.
+    `claimant`: the job that will write there; None for a tool. Sends no request yet. Raises RemoteConfigError
+    with a sentence.
     """
     settings = parse(remote_json)
     try:
@@ -62,7 +62,7 @@ def open_store(remote_json: str, job: str, claimant: Claimant | None = None) -> 
 
 
 def examine_place(remote_json: str) -> Iterator[StoreFinding]:
-    """Try out a place that no job uses yet, in a folder of its own. Raises RemoteConfigError."""
+    """Tests a store that no job uses yet, in a folder of its own. Raises RemoteConfigError."""
     settings = parse(remote_json)
     objects = _objects(
         settings, "/".join([*(part for part in _prefix(settings).split("/") if part), "tiercheck-check"])

@@ -1,6 +1,6 @@
-"""Turns the job's `spec.tiers.remote` into checked settings, and mends credentials.
+"""Turns the job's `spec.tiers.remote` into checked settings, and cleans up credentials.
 
-People put credentials into Secrets by `echo key | base64`, which ends in a line break that no header may
+Credentials are often put into Secrets with `echo key | base64`, which ends in a line break that no header may
 hold.
 """
 
@@ -23,14 +23,14 @@ from tiercheck_sidecar.remote.errors import Reason, RemoteConfigError, RemoteErr
 
 
 class Encryption(msgspec.Struct, frozen=True, rename="camel"):
-    """What the server encrypts each object with."""
+    """Server-side encryption of each object."""
 
     type: Literal["SSE-S3", "SSE-KMS"]
     kms_key_id: str | None = None
 
 
 class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
-    """A bucket. Credentials are never in here: they come from the environment, as boto3 finds them."""
+    """The settings of a bucket. They hold no credentials: boto3 finds those in the environment."""
 
     bucket: str
     prefix: str = ""
@@ -40,25 +40,25 @@ class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
     ca_bundle: str | None = None
     """PEM text, or the path of a PEM file, of the authority that signed the endpoint's certificate."""
     addressing: Literal["Path", "Virtual"] | None = None
-    """Where the bucket's name is; None: in the path if there is an endpoint."""
+    """The place of the bucket's name in a URL; None: the path with an endpoint, else boto3's choice."""
     encryption: Encryption | None = None
     requester_pays: bool = False
     storage_class: str | None = None
 
 
 ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
-"""Storage classes whose objects cannot be read before somebody brings them back."""
+"""Storage classes with objects that cannot be read before they are restored from the archive."""
 S3_FIELDS = S3Settings.__struct_encode_fields__
-"""As in `spec.tiers.remote.s3`, which has besides what only a pod can be given: a Secret, a ConfigMap."""
+"""The fields of `spec.tiers.remote.s3`, except those that only a pod can be given: Secret, ConfigMap."""
 
 
 class DirectorySettings(msgspec.Struct, frozen=True, rename="camel"):
     """A directory that every worker mounts at the same path."""
 
     path: str
-    """Must exist: it is where the volume is mounted."""
+    """The mount point of the volume; must exist."""
     sub_path: str = ""
-    """Folder in it to use; made if it is missing."""
+    """The folder in it to use; made if it is missing."""
 
 
 class _Remote(msgspec.Struct, frozen=True, rename="camel"):
@@ -68,12 +68,12 @@ class _Remote(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def take_over_from(remote_json: str) -> str:
-    """UID of the job whose folder this one may take over; empty: of none. Call `parse` before."""
+    """Returns the UID of the job that this one may replace as owner; empty: none. Call `parse` first."""
     return decode(remote_json, _Remote).take_over_from
 
 
 def parse(remote_json: str) -> S3Settings | DirectorySettings:
-    """Decode and check. Raises RemoteConfigError with a sentence."""
+    """Decodes and checks the settings. Raises RemoteConfigError with a sentence."""
     try:
         remote = decode(remote_json, _Remote)
     except Malformed as error:
@@ -122,18 +122,17 @@ def _check_folders(field: str, path: str) -> None:
 log = logging.getLogger(__name__)
 
 PARALLEL_PARTS = 4
-"""Parts of one object that are on their way to a bucket, or from it, at the same time."""
+"""The number of parts of one object that are sent to a bucket at the same time."""
 STALL_SECONDS = 10
-"""Without a byte that is read, a part that is taken, or an answer to whether the store is there."""
+"""Seconds without a byte read, a part accepted or an answer, after which a transfer has stalled."""
 TRIES = 8
 BACKOFF = (0.2, 5.0)
-"""Seconds of the first pause between two tries, and of the longest."""
+"""Seconds: the first pause between two tries, and the longest."""
 _SIGNING = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def clean_credentials(env: MutableMapping[str, str]) -> None:
-    """Strip blanks and line breaks around each AWS_ variable. Raises RemoteError if one that signs holds them
-    within."""
+    """Strips whitespace around AWS_ variables. Raises RemoteError for invalid characters in a credential."""
     padded = [name for name, value in env.items() if name.startswith("AWS_") and value != value.strip()]
     for name in sorted(padded):
         env[name] = env[name].strip()
@@ -152,7 +151,7 @@ def clean_credentials(env: MutableMapping[str, str]) -> None:
 
 
 def mend_proxies(endpoint: str, env: MutableMapping[str, str]) -> None:
-    """Spell out for botocore what curl and Go understand too: networks in NO_PROXY, and ALL_PROXY."""
+    """Translates for botocore what only curl and Go understand: networks in NO_PROXY, and ALL_PROXY."""
     bypassed = f"{env.get('no_proxy', '')},{env.get('NO_PROXY', '')}"
     url = urlsplit(endpoint)
     with contextlib.suppress(ValueError):
@@ -169,7 +168,7 @@ def mend_proxies(endpoint: str, env: MutableMapping[str, str]) -> None:
 
 
 def give_credentials() -> str:
-    """What to do where there are none. In a pod they are the job's, at a command line the caller's own."""
+    """Returns the advice for missing credentials: the job's in a pod, the caller's at a command line."""
     if os.environ.get(ENV_POD_UID):
         return (
             "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, "
@@ -181,13 +180,13 @@ def give_credentials() -> str:
 
 
 def give_authority() -> str:
-    """What to do where the certificate of an endpoint is not trusted."""
+    """Returns the advice for an endpoint certificate that is not trusted."""
     in_spec = "give its authority in tiers.remote.s3.caBundle"
     return in_spec if os.environ.get(ENV_POD_UID) else f"{in_spec}, or here in AWS_CA_BUNDLE"
 
 
 def mend_credentials() -> str:
-    """What to do about wrong ones."""
+    """Returns the advice for wrong credentials."""
     if os.environ.get(ENV_POD_UID):
         return "correct the Secret named in credentialsSecretName"
     return "correct the AWS_ variables of the environment, or the profile that AWS_PROFILE names"

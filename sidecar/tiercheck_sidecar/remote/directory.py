@@ -5,7 +5,7 @@ then every folder up to the root is synced. The manifest is hard-linked into pla
 fails where a rename would silently replace.
 
 Training scripts often mount the same volume: nothing below the root is reached through a symbolic link, and
-what is no plain file is neither read nor listed.
+only regular files are read or listed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, rea
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
 _DEEPEST = 8
-"""Folders below the job's; what we write lies in three."""
+"""The number of folder levels below the job's that are listed; TierCheck's own files use three."""
 
 
 class DirectoryObjects(Objects):
-    """`root` must exist (else the volume is not mounted, and we would fill the container's own disk)."""
+    """A job's folder in a mounted `root`, which must exist: else the container's own disk would fill up."""
 
     def __init__(self, root: str, folder: str) -> None:
         self._root = Path(root)
@@ -115,7 +115,7 @@ class DirectoryObjects(Objects):
         self.delete(key for key in keys if dead(key))
 
     def _walk(self, prefix: str) -> Iterator[Stored]:
-        """Every plain file whose key begins with `prefix`. Raises OSError."""
+        """Yields every regular file with a key that begins with `prefix`. Raises OSError."""
         parts = prefix.split("/")[:-1]
         below = (*self._folder, *parts)
         with contextlib.suppress(FileNotFoundError), folder_beneath(self._root, below) as folder:
@@ -126,7 +126,7 @@ class DirectoryObjects(Objects):
             sync_folder(folder)
 
     def _remove_empty(self, parts: tuple[str, ...]) -> None:
-        """With its parents, but not those that every job has: others may be writing there."""
+        """Removes an empty folder and empty parents, but not the job's top folders: others write there."""
         with contextlib.suppress(OSError):  # not empty, or already gone
             while len(parts) > len(self._folder) + 1:
                 with folder_beneath(self._root, parts[:-1]) as folder:
@@ -137,15 +137,15 @@ class DirectoryObjects(Objects):
         return open_plain(self._root.joinpath(*self._parts(key)), self._root)
 
     def _parts(self, key: str) -> tuple[str, ...]:
-        """Of the path below the root."""
+        """Splits a key into the components of its path below the root."""
         parts = key.split("/")
-        # Keys of artifacts come out of manifests, that is, from the store: never let one point elsewhere.
+        # Keys of artifacts come from manifests, that is, from the store: never let one point elsewhere.
         if "\0" in key or {"", ".", ".."} & set(parts):
             raise RemoteError(Reason.OTHER, f"{key!r} is no key of {self.location}.", retriable=False)
         return (*self._folder, *parts)
 
     def _store(self, key: str, fill: Callable[[int], None], once: bool = False) -> bool:
-        """Whether a file that `fill` wrote is at its place now; not, if it may be there `once` and is."""
+        """Writes a file with `fill`; returns False if `once` is set and the file existed already."""
         *parts, name = self._parts(key)
         temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
         with self._sentences(), folder_beneath(self._root, parts, make=True) as folder:
@@ -159,13 +159,13 @@ class DirectoryObjects(Objects):
                     if not once:
                         raise
                     return False
-                # A folder that was just made is an entry of its parent, and lost with it: so every one up to
-                # the root is synced.
+                # A new folder is an entry of its parent and would be lost with it, so every folder up to the
+                # root is synced.
                 for depth in range(len(parts), -1, -1):
                     self._sync(tuple(parts[:depth]))
                 return True
             finally:
-                # Where nothing may be deleted, `forget_unfinished` tries again.
+                # If deleting is forbidden, `forget_unfinished` tries again.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
 
@@ -213,7 +213,7 @@ def _is_temporary(key: str) -> bool:
 
 
 def _files(parent: int, name: str, above: str, prefix: str, depth: int = _DEEPEST) -> Iterator[Stored]:
-    """Plain files in folder `name` of `parent` and below; `above` is what their keys begin with."""
+    """Yields regular files in folder `name` of `parent` and below; `above` is the prefix of their keys."""
     access = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(name, access, dir_fd=parent)
     try:

@@ -1,7 +1,7 @@
-"""Tells a full disk, a wrong key and a flipped bit of the remote tier apart.
+"""Distinguishes errors of the remote tier, such as a full disk, a wrong key and a flipped bit.
 
-Every message is a sentence for the person who runs the job; `reason` is what a condition carries, `retriable`
-is what the upload loop asks. Every byte to and from the tier is compared with the digests of its sealing.
+Every message is a sentence for the user of the job; `reason` is used in a condition, `retriable` by the
+upload loop. Every byte to and from the tier is compared with the digests made when its artifact was sealed.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running_dig
 
 
 class Reason(str, Enum):
-    """Why the remote tier did not do what was asked."""
+    """The reason why an operation on the remote tier failed."""
 
     UNREACHABLE = "Unreachable"
-    """No answer: network, name, TLS, a server in trouble."""
+    """No answer: network, name, TLS, or a failing server."""
     FORBIDDEN = "Forbidden"
-    """It answered, and refused these credentials or this permission."""
+    """The store answered, and refused these credentials or this permission."""
     NO_SUCH_BUCKET = "NoSuchBucket"
     """The bucket (or the shared directory) does not exist."""
     CREDENTIALS_MISSING = "CredentialsMissing"
-    """Nothing was found to sign requests with."""
+    """No credentials to sign requests were found."""
     FULL = "Full"
     """No space is left, or a quota is used up."""
     CORRUPT = "Corrupt"
-    """What is stored is not what was written."""
+    """The stored bytes are not those that were written."""
     ARCHIVED = "Archived"
-    """It is there, and cannot be read before it is brought back from the store's archive."""
+    """The object exists, but cannot be read before it is restored from the store's archive."""
     OWNED = "Owned"
-    """The folder is another job's, or one of the same name in another cluster."""
+    """The folder belongs to another job, or to one of the same name in another cluster."""
     OTHER = "Other"
 
 
 class RemoteConfigError(ValueError):
-    """The settings of the remote tier cannot be used; the message says which and why."""
+    """The settings of the remote tier cannot be used; the message names them and the reason."""
 
 
 class RemoteError(Exception):
-    """An operation on the remote tier failed. Its message holds no credential, whatever a library said."""
+    """An operation on the remote tier failed. Its message holds no credential, even if a library's did."""
 
     def __init__(self, reason: Reason, message: str, *, retriable: bool) -> None:
         super().__init__(redacted(message))
         self.reason = reason
         self.retriable = retriable
-        """Whether the same call may succeed later without anybody changing anything."""
+        """True if the same call may succeed later without any change by a user."""
 
 
 class _Lasting(RemoteError):
-    """No repetition changes it."""
+    """An error that no retry fixes."""
 
     of = Reason.OTHER
 
@@ -66,7 +66,7 @@ class RemoteCorrupt(_Lasting):
 
 
 class RemoteArchived(_Lasting):
-    """The store has what was asked for in an archive, where it cannot be read."""
+    """The object is in the store's archive, where it cannot be read."""
 
     of = Reason.ARCHIVED
 
@@ -75,11 +75,11 @@ class RemoteArchived(_Lasting):
 
 
 class RemoteMissing(_Lasting):
-    """The wanted version is not in the remote tier (it never was, or it has been deleted)."""
+    """The requested version is not in the remote tier (it never was, or it has been deleted)."""
 
 
 class RemoteOwned(_Lasting):
-    """The job's folder belongs to somebody else; nothing in it was touched."""
+    """The job's folder belongs to another job; nothing in it was touched."""
 
     of = Reason.OWNED
 
@@ -92,18 +92,16 @@ class RemoteClosed(_Lasting):
 
 
 def ignore(_: object) -> None:
-    """For those who look at the bytes when all are there, or have no other use for them."""
+    """Does nothing; the default for callbacks that receive bytes or a number of bytes."""
 
 
 def digest_of(digests: Digests) -> str:
-    """One digest for all of an artifact's digests: what the manifest keeps of them."""
+    """Returns one digest for all of an artifact's digests; the manifest keeps it in place of them."""
     return digest_chunk(f"{digests.size} {digests.chunk} {' '.join(digests.values)}".encode())
 
 
 def check_shape(digests: Digests, place: str) -> None:
-    """Raises RemoteCorrupt unless there is one digest per chunk. `place` names the artifact in the
-    message.
-    """
+    """Raises RemoteCorrupt unless there is one digest per chunk; `place` names the artifact."""
     if digests.chunk <= 0 or digests.size < 0 or len(digests.values) != -(-digests.size // digests.chunk):
         raise RemoteCorrupt(f"The digests of {place} are not those of {digests.size} bytes.")
 
@@ -113,8 +111,8 @@ def check_chunks(
 ) -> None:
     """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`.
 
-    `first` is called with all of it, part by part, each before it is digested: what reads or fills it there
-    leaves it in the cache.
+    `first` is called with each part of `piece` just before it is digested, so that what it reads or fills
+    there is still in the cache.
     """
     for begin in range(0, len(piece), digests.chunk):
         index = (offset + begin) // digests.chunk
@@ -123,8 +121,7 @@ def check_chunks(
 
 
 class Arriving:
-    """Digests the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still
-    in the cache."""
+    """Digests the chunks of `into` as they arrive, while they are still in the cache."""
 
     def __init__(
         self,
@@ -134,14 +131,15 @@ class Arriving:
         place: str,
         heard: Callable[[int], None] = ignore,
     ) -> None:
-        """`heard` is told how many bytes have come since it was told last; what it raises ends the
-        reading.
+        """Takes a buffer that begins at byte `offset` of the artifact, on a chunk.
+
+        The callback gets the number of new bytes; what it raises ends the reading.
         """
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
         self._seen, self._hasher, self._heard = 0, running_digest(), heard
 
     def __call__(self, arrived: int) -> None:
-        """So many bytes of `into` are there now; 0 when they begin to come.
+        """Digests the first `arrived` bytes of `into`, which are there; 0 when the reading begins.
 
         Raises RemoteCorrupt at the first chunk that differs.
         """
@@ -162,6 +160,6 @@ class Arriving:
 
 
 def check_digest(found: str, index: int, digests: Digests, place: str) -> None:
-    """Raises RemoteCorrupt if that is not the digest of chunk `index`."""
+    """Raises RemoteCorrupt if `found` is not the digest of chunk `index`."""
     if found != digests.values[index]:
         raise RemoteCorrupt(f"{place} does not match its digest in chunk {index} of {len(digests.values)}.")

@@ -1,11 +1,11 @@
-"""Spells where things lie in the remote tier, and decides what may be deleted there.
+"""Builds and parses the keys of the remote tier, and decides what may be deleted there.
 
 The layout is that of `tiercheck.protocol.version`. All keys are relative to the job's folder, so that a
 bucket can be copied elsewhere and still be read.
 
 "Newest" here means newest in the job's accepted history, by attempt and step. Clocks do not decide: those of
-a shared directory are the writers' own. Steps alone would mislead: after a rollback the versions that count
-have lower ones than the dead ones.
+a shared directory are the writers' own. Steps alone would mislead: after a rollback the valid versions have
+lower steps than the discarded ones.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tiercheck.protocol.version import History, Version, parse_version_name, ver
 ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"
 ATTEMPTS = "attempts/"
-"""An empty object per job and attempt that has begun, so that workers of an older one learn of it even if
-nobody else reaches them."""
+"""One object per job and attempt that has begun, with the operator's signature.
+
+Workers of an older attempt learn of the new one from it even if no other process reaches them."""
 OWNERS = "owner/"
-"""Who may write here, one small object per owner, numbered: each is created once, and the highest number
-counts."""
+"""Numbered small objects, one per owner: each is created once, and the highest number counts."""
 CHECK = "check/"
-"""What a preflight writes, and deletes again."""
+"""The folder for a preflight's objects, which it deletes again."""
 PROBE = "probe"
-"""A tiny object, written to learn whether writing is allowed."""
+"""A tiny object, written to test whether writing is allowed."""
 
 
 def job_folder(prefix: str, job: str) -> str:
-    """The job's folder under the user's prefix; `job` is "namespace/name". Raises ValueError if it is not."""
+    """Returns the job's folder under the user's prefix. Raises ValueError if `job` is not namespace/name."""
     namespace, slash, name = job.partition("/")
     if not (namespace and slash and name) or "/" in name:
         raise ValueError(f'a job is named "namespace/name", not {job!r}')
@@ -38,18 +38,19 @@ def job_folder(prefix: str, job: str) -> str:
 
 
 def artifacts_of(version: Version) -> str:
-    """The folder of a version's artifacts, with a slash at the end."""
+    """Returns the folder of a version's artifacts, with a slash at the end."""
     return f"{ARTIFACTS}{version_name(version)}/"
 
 
 def artifact_key(version: Version, rank: int, digest: str) -> str:
-    """`digest` is that of the artifact's digests: who has other bytes writes another key, so nothing that a
-    manifest names is overwritten."""
+    """Returns the key of an artifact; `digest` is that of the artifact's digests.
+
+    Other bytes have another key, so nothing that a manifest names is overwritten."""
     return f"{artifacts_of(version)}{digest}/rank-{rank}.safetensors"
 
 
 def digests_key(artifact_key: str, rank: int) -> str:
-    """Of the object beside an artifact."""
+    """Returns the key of the object beside an artifact that holds its digests."""
     return f"{artifact_key.rpartition('/')[0]}/rank-{rank}.json"
 
 
@@ -62,7 +63,7 @@ def attempt_key(job_uid: str, attempt: int) -> str:
 
 
 def attempt_of(key: str, job_uid: str) -> int:
-    """The attempt of this job that a key announces; 0 for any other key."""
+    """Returns the attempt of this job that a key announces; 0 for any other key."""
     number = key.removeprefix(f"{ATTEMPTS}{job_uid}/")
     return int(number) if number != key and number.isdigit() else 0
 
@@ -72,13 +73,13 @@ def owner_key(number: int) -> str:
 
 
 def owner_number(key: str) -> int:
-    """Inverse of `owner_key`; 0 for any other key."""
+    """Returns the number in an `owner_key`; 0 for any other key."""
     number = key.removeprefix(OWNERS).removesuffix(".json")
     return int(number) if key == f"{OWNERS}{number}.json" and number.isascii() and number.isdigit() else 0
 
 
 def version_of(key: str) -> Version | None:
-    """The version that a key belongs to; None for anything we did not write."""
+    """Returns the version that a key belongs to; None for keys that TierCheck does not write."""
     folder, _, rest = key.partition("/")
     name = {"artifacts": rest.partition("/")[0], "manifests": rest.removesuffix(".json")}.get(folder)
     if name is None or (folder == "manifests" and not rest.endswith(".json")):
@@ -96,13 +97,13 @@ def to_delete(
     keep_seconds: float | None = None,
     history: History | None = None,
 ) -> tuple[Version, ...]:
-    """Complete versions that are not needed, the oldest first. `committed`: when each manifest was created,
-    by the store.
+    """Returns the complete versions that are not needed, the oldest first.
 
-    Kept are the newest `keep`, those that `history` accepts before all others (None: it accepts all), and, if
-    given, all that are at most `keep_seconds` older than the one created last: so a job that stands still
-    loses nothing by waiting, and a wrong clock can only keep more. The newest is never deleted. Only
-    snapshots are stored, so every version stands for itself and no chain can be broken.
+    `committed`: the time at which each manifest was created, by the store. Kept are the newest `keep` (those
+    that `history` accepts rank before all others; None: it accepts all), those in `protect` and, if given,
+    all that are at most `keep_seconds` older than the one created last: so waiting costs a hanging job
+    nothing, and a wrong clock can only keep more. The newest is never deleted. Only snapshots are stored, so
+    no version depends on another.
     """
     by_age = sorted(committed, key=lambda version: _age(version, history))
     if not by_age:
@@ -117,10 +118,10 @@ def to_delete(
 def is_abandoned(
     version: Version, kept: Collection[Version], protect: AbstractSet[Version], history: History | None = None
 ) -> bool:
-    """Whether nobody completes this version any more, which has no manifest.
+    """Returns whether a version that has no manifest will never be completed.
 
-    A job completes versions in the order of its history, one at a time. So what is older than the newest
-    complete one is abandoned, and what is newer, or of an attempt that `history` does not know yet, may still
+    A job completes versions in the order of its history, one at a time. So a version older than the newest
+    complete one is abandoned; a newer one, or one of an attempt that `history` does not have yet, may still
     be on its way.
     """
     if not kept or version in protect:
@@ -131,5 +132,5 @@ def is_abandoned(
 
 
 def _age(version: Version, history: History | None) -> tuple[bool, int, int]:
-    """Grows from old to new: what is of a dead line first."""
+    """Returns a sort key that grows from old to new; versions outside the history come first."""
     return history is None or history.accepts(version), version.attempt, version.step

@@ -1,13 +1,13 @@
 """Gives a job's remote folder one owner, so that two jobs never destroy each other's versions.
 
-Jobs of the same namespace and name find each other there if they share a bucket and a prefix: one after the
+Jobs of the same namespace and name meet in one folder if they share a bucket and a prefix: one after the
 other in a cluster, which is how a job is resumed; but also in a development and a production cluster, or in a
 copy made for disaster recovery.
 
 Every owner is an object `owner/<number>.json`, created only if there is none; the highest number counts. So
-of two that want the folder one wins, and nobody's claim is overwritten. Kubernetes lets only one job of a
-name exist at a time in a cluster, so there the next one succeeds the last without a question. In another
-cluster it takes a person's word.
+only one of two concurrent claims succeeds, and none is overwritten. Kubernetes lets only one job of a name
+exist at a time in a cluster, so there the next one succeeds the last automatically. In another cluster a user
+has to confirm it.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ class StoreOwner:
     """UID of its cluster's namespace kube-system; empty: not known."""
     job_uid: str
     since: float = 0.0
-    """Unix seconds by its own clock; for people."""
+    """Unix seconds by its own clock; for display."""
     former: tuple[str, ...] = ()
-    """UIDs of the jobs that owned the folder before, the last ones."""
+    """UIDs of the jobs that owned the folder before; at most the last `_FORMER`."""
 
     @property
     def described(self) -> str:
-        """Who that is, for people."""
+        """Returns a description of the owner for messages."""
         return f"job UID {self.job_uid} of cluster {self.cluster or 'unknown'} since {_day(self.since)}"
 
 
 @dataclass(frozen=True)
 class Claimant:
-    """A job that wants to write."""
+    """A job that asks to write."""
 
     cluster: str
-    """As in `StoreOwner`."""
+    """UID of its cluster's namespace kube-system; empty: not known."""
     job_uid: str
     take_over_from: str = ""
-    """UID of the job whose folder it may take, once, wherever that job is."""
+    """UID of the job that it may replace as owner, once, in whatever cluster that job is."""
 
 
 def owns(owner: StoreOwner | None, claimant: Claimant) -> bool:
-    """Whether the folder is the claimant's."""
+    """Returns whether the folder belongs to the claimant."""
     return owner is not None and owner.job_uid == claimant.job_uid and claimant.cluster in ("", owner.cluster)
 
 
 def may_claim(owner: StoreOwner | None, claimant: Claimant) -> bool:
-    """Whether the claimant may become the next owner without asking anybody."""
+    """Returns whether the claimant may become the next owner without a user's consent."""
     if owner is None or (owner.job_uid == claimant.job_uid and not owner.cluster):
-        return True  # whom a person named may lack the cluster; then the job writes it down
+        return True  # an owner that a user named may lack the cluster; the job then adds it
     if owner.job_uid == claimant.job_uid or claimant.job_uid in owner.former:
-        # A clone of the claimant, or its successor: what is left of a job that was deleted must not come back
-        # by itself.
+        # The owner is a clone of the claimant or its successor: the remains of a deleted job must not take
+        # the folder back by themselves.
         return False
     if owner.cluster and owner.cluster == claimant.cluster:
         return True
@@ -74,7 +74,7 @@ def may_claim(owner: StoreOwner | None, claimant: Claimant) -> bool:
 
 
 def refusal(owner: StoreOwner, claimant: Claimant, location: str) -> str:
-    """What to say to a claimant that may not write: who owns the folder and what to do."""
+    """Returns the message for a claimant that may not write: the folder's owner and the advice."""
     lost = claimant.job_uid in owner.former
     return (
         f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID "
@@ -94,26 +94,27 @@ def _day(when: float) -> str:
 
 
 class Ownership:
-    """What one process knows of it. Thread-safe: it only remembers what never changes. All methods raise
-    RemoteError."""
+    """Reads and claims a folder's owner. Thread-safe: caches immutable data only. Raises RemoteError."""
 
     def __init__(self, objects: Objects, claimant: Claimant | None) -> None:
         self._objects, self._claimant = objects, claimant
         self._known: tuple[int, StoreOwner] | None = None
 
     def owner(self) -> StoreOwner | None:
-        """Whose the folder is; None: nobody's yet."""
+        """Returns the owner of the folder; None: it has none yet."""
         return self._read(self._number())
 
     def check(self) -> None:
-        """Raises RemoteOwned if the folder is another's, and may not be claimed. Without a claimant nothing
-        is asked."""
+        """Raises RemoteOwned if the claimant neither owns the folder nor may claim it.
+
+        Sends no request without a claimant."""
         if self._claimant is not None:
             self._judge(self.owner(), self._claimant)
 
     def claim(self) -> None:
-        """Make the folder the claimant's, if it is not. Raises RemoteOwned. Without a claimant nothing is
-        asked."""
+        """Makes the claimant the folder's owner, or raises RemoteOwned.
+
+        Sends no request without a claimant."""
         claimant = self._claimant
         if claimant is None:
             return
@@ -130,10 +131,10 @@ class Ownership:
         )
 
     def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
-        """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
+        """Makes a job the folder's owner by a user's decision, and returns the previous owner."""
         while True:
             number, owner = self._number(), None
-            with contextlib.suppress(RemoteCorrupt):  # this mends it
+            with contextlib.suppress(RemoteCorrupt):  # this repairs it
                 owner = self._read(number)
             if owner is not None and owner.job_uid == job_uid and cluster in ("", owner.cluster):
                 return owner

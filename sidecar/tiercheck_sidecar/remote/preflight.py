@@ -1,7 +1,7 @@
-"""Tries out all that the remote tier relies on, with small objects, before a job has to.
+"""Tests everything that the remote tier relies on, with small objects, before a job depends on it.
 
-Each promise is tried by what would go wrong without it: a second writer that is not refused, a range that
-begins elsewhere, an object that is listed late, or cannot be deleted. What is written is deleted again.
+Each guarantee is tested by the failure it prevents: a second writer that is not refused, a range that begins
+elsewhere, an object that is listed late, or cannot be deleted. The objects are deleted again.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from tiercheck_sidecar.remote.objects import Objects
 
 CHUNK = 1024 * 1024
 SIZE = 17 * CHUNK
-"""More than one part of a bucket's multipart upload."""
+"""Bytes. More than one part of a bucket's multipart upload."""
 MOST_SKEW = 60.0
 """Seconds. S3 refuses requests from 15 minutes on."""
 
 
 @dataclass(frozen=True)
 class StoreFinding:
-    """One promise of a durable place, and whether it keeps it."""
+    """The result of one check of a durable store."""
 
     name: str
     ok: bool
     message: str
-    """What was seen; of a promise that is not kept also what to do."""
+    """The observation; if `ok` is false, also the advice."""
     passing: bool = False
-    """It could not be tried, which may be otherwise in a moment."""
+    """True if the check failed for a reason that may pass in a moment."""
     tried: bool = True
-    """False: what it needs was not there, so nothing was seen that is not well."""
+    """False if the check was skipped because what it needs was missing; `ok` is then true."""
 
 
 @dataclass
 class _Trial:
-    """A place, a folder of its own there, and what the checks have written so far."""
+    """A store, a folder of its own there, and what the checks have written so far."""
 
     objects: Objects
     folder: str
     written: dict[str, tuple[int, float, float]] = field(default_factory=dict)
-    """By key: bytes, and the time by this machine before and after."""
+    """Bytes, and the time by this machine before and after the write, by key."""
 
     def need(self, *names: str) -> list[str]:
-        """The keys of those of `names` that were written. Raises NotTried if none was."""
+        """Returns the keys of those of `names` that were written. Raises NotTried if none was."""
         found = [self.folder + name for name in names if self.folder + name in self.written]
         if not found:
             raise NotTried("not tried: an earlier check wrote nothing that it could look at")
@@ -56,26 +56,26 @@ class _Trial:
 
     @contextlib.contextmanager
     def writing(self, key: str, size: int) -> Iterator[None]:
-        """Around what writes `size` bytes."""
+        """Records the size and the times of what the block writes under `key`."""
         before = time.time()
         yield
         self.written[key] = size, before, time.time()
 
 
 Check = Callable[[_Trial], str]
-"""What was seen. Raises Broken, NotTried, RemoteError."""
+"""A check that returns its observation. Raises Broken, NotTried, RemoteError."""
 
 
 class NotTried(Exception):
-    """What a check looks at is not there, for another reason that is told already."""
+    """A check cannot be made, for a reason that another finding reports."""
 
 
 class Broken(Exception):
-    """A promise is not kept; the message says what was seen and what to do."""
+    """A guarantee is missing; the message holds the observation and the advice."""
 
 
 def examine(objects: Objects) -> Iterator[StoreFinding]:
-    """One finding after the other; only the first, if the place cannot be used at all."""
+    """Yields one finding after the other; only the first if the store cannot be used at all."""
     trial = _Trial(objects, f"{keys.CHECK}{uuid.uuid4().hex}/")
     try:
         for name, check in _CHECKS:
@@ -138,7 +138,7 @@ def _ranges(trial: _Trial) -> str:
         (0, CHUNK),
         (SIZE - CHUNK - 5, 10),
         (SIZE - 3, 8),
-    ):  # the second of both parts, the third beyond the end
+    ):  # the second spans both parts, the third goes beyond the end
         into = bytearray(length)
         got = trial.objects.read_into(key, begin, memoryview(into))
         wanted = content[begin : begin + length]
@@ -171,7 +171,7 @@ def _clock(trial: _Trial) -> str:
     stored = next(iter(trial.objects.list(key)), None)
     if stored is None:
         raise NotTried("not tried: what was written is not listed")
-    skew = min(max(stored.modified, before - 1.0), after) - stored.modified  # stores tell whole seconds
+    skew = min(max(stored.modified, before - 1.0), after) - stored.modified  # stores report whole seconds
     seen = f"the store's clock is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} this machine's"
     if abs(skew) > MOST_SKEW:
         raise Broken(
@@ -216,7 +216,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def _content() -> bytes:
-    """The same at every call, and different in every place."""
+    """Returns the same bytes at every call, different at every offset."""
     return random.Random(1).randbytes(SIZE)
 
 

@@ -1,7 +1,7 @@
 """Keeps versions in the remote tier that exist completely and verified, or not at all.
 
 A version exists when its manifest does. The manifest is created after all its objects, atomically and only
-once; it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.
+once; it is deleted before any of them. So a crash in between leaves garbage, never half a version.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from tiercheck_sidecar.remote.ownership import Claimant, Ownership
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
 
 _SEEDED = "imported"
-"""In place of the job's UID: no job wrote it."""
+"""The job UID in the manifest of a version that no job wrote."""
 FETCH_THREADS = 4
 FETCH_BYTES = 64 * 1024 * 1024
-"""Bytes of the largest range, and of the smallest of several:"""
+"""Bytes of the largest range; `FETCH_LEAST`: of the smallest, if there are several."""
 FETCH_LEAST = 8 * 1024 * 1024
 _REFUSALS = 3
-"""Versions whose deletion failed, after which the others wait for the next time."""
+"""The number of failed deletions after which the other versions are left to the next call."""
 _ANNOUNCED = 8
-"""Attempts that are read: the newest, and what else may lie there."""
+"""The number of announced attempts that are read, the newest first: some may be forged."""
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class RemoteStore:
-    """One job's versions in one durable place. All methods block, are thread-safe, and raise RemoteError.
+    """One job's versions in one durable store. All methods block, are thread-safe, and raise RemoteError.
 
-    With a `claimant` nothing is written, deleted or listed while the folder is another's: that raises
+    With a `claimant`, nothing is written, deleted or listed while another job owns the folder: that raises
     RemoteOwned. Tools have none.
     """
 
@@ -69,18 +69,18 @@ class RemoteStore:
         self._bucket = TokenBucket(None, wait=self._pause)
         self._known_as_ours = False
         self.untidied = ""
-        """What could not be deleted when it was last tried, in the place's own words: a sentence."""
+        """The store's own message on what could not be deleted at the last try: a sentence; else empty."""
         self._in_archive = ""
         self.ownership = Ownership(objects, claimant)
-        """Whose the job's folder is."""
+        """The owner of the job's folder."""
 
     @property
     def location(self) -> str:
-        """How to name the place in a sentence."""
+        """Returns the name of the store for messages."""
         return self._objects.location
 
     def check(self) -> None:
-        """Raise unless the place answers, can be read and written, and belongs to this job or to nobody."""
+        """Raises unless the store answers, can be read and written, and belongs to this job or to none."""
         self._objects.check()
         self.ownership.check()
         if not self._known_as_ours:
@@ -92,8 +92,7 @@ class RemoteStore:
 
     @property
     def shortcomings(self) -> dict[str, str]:
-        """Sentences on what the place was found not to do as it should, by the name of the check that asks
-        for it; empty: nothing is known."""
+        """Returns a sentence on each known weakness, by the check that detects it; empty: none is known."""
         return {
             "conditional create": self._objects.weakness,
             "delete": self.untidied,
@@ -101,7 +100,7 @@ class RemoteStore:
         }
 
     def examine(self) -> Iterator[StoreFinding]:
-        """Try out all that the remote tier relies on, one thing after the other. Raises nothing."""
+        """Tests all that the remote tier relies on, one guarantee after the other. Raises nothing."""
         with contextlib.suppress(RemoteError):
             self._note_archived(
                 [*self._objects.list(keys.MANIFESTS), *self._objects.list(keys.ARTIFACTS)],
@@ -119,12 +118,11 @@ class RemoteStore:
         *,
         mapped: memoryview | None = None,
     ) -> RankArtifact:
-        """Upload one rank's sealed artifact, then its digests. What an interrupted upload of it left is used.
+        """Uploads one rank's sealed artifact, then its digests, continuing an interrupted upload of it.
+
         `bandwidth`: bytes per second, shared by all uploads of this store; None: no limit. `mapped`: the
         file's bytes, if the caller has them in memory. Uploading again is harmless; a complete version is
-        never overwritten.
-
-        Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
+        never overwritten. Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
         """
         if self._closed.is_set():
             raise RemoteClosed
@@ -155,8 +153,7 @@ class RemoteStore:
         return artifact
 
     def commit(self, manifest: Manifest) -> bool:
-        """Make a version exist. True if it now exists with this content, False if another writer's came
-        first.
+        """Makes a version exist; returns whether it now has this content, not that of an earlier writer.
 
         `created` is not part of the content: a coordinator that was restarted commits the same version again.
         Raises RemoteCorrupt if an artifact is not there in its full size.
@@ -189,17 +186,17 @@ class RemoteStore:
         return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
     def seed(self, version: Version, path: Path) -> None:
-        """Upload the sealed slot at `path` as a version of one rank that no job wrote, for one to begin from.
-        Raises OSError."""
+        """Uploads the sealed slot at `path` as a one-rank version for a job to start from. Raises OSError."""
         with _mapped(path, path.stat().st_size) as view:
             artifact = self.put_artifact(0, version, path, digest(view), None, mapped=view)
         if not self.commit(Manifest(self.job, _SEEDED, version, 1, (artifact,), time.time())):
             raise RemoteError(Reason.OTHER, f"{version} already exists in {self.location}.", retriable=False)
 
     def begin_attempt(self, job_uid: str, attempt: int, signature: str = "") -> None:
-        """Announce an attempt to whoever still writes here for an older one; what was announced before it is
-        forgotten, where that is allowed: the highest counts. `signature`: the operator's, by which it is
-        believed."""
+        """Announces an attempt to workers that still write here for an older one.
+
+        Earlier announcements are deleted, where that is allowed: the highest counts. `signature`: the
+        operator's, which makes the announcement valid."""
         self.ownership.claim()
         self._objects.write(keys.attempt_key(job_uid, attempt), signature.encode())
         with self._tidying():
@@ -207,8 +204,7 @@ class RemoteStore:
             self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
 
     def newest_attempts(self, job_uid: str, above: int = 0) -> list[SignedAttempt]:
-        """The newest few after `above` that are announced, newest first: anybody who can write here may have
-        announced any."""
+        """Returns the newest few announced attempts after `above`, newest first; any writer can forge one."""
         listed = {keys.attempt_of(each.key, job_uid): each.key for each in self._objects.list(keys.ATTEMPTS)}
         found = []
         for attempt in sorted(listed, reverse=True)[:_ANNOUNCED]:
@@ -218,20 +214,21 @@ class RemoteStore:
         return found
 
     def versions(self) -> list[Version]:
-        """Complete versions, oldest (lowest step) first."""
+        """Returns the complete versions, oldest (lowest step) first."""
         self.ownership.check()
         return sorted(self._committed())
 
     def read_manifest(self, version: Version) -> Manifest:
-        """Raises RemoteMissing, RemoteCorrupt, and RemoteError if it belongs to another job."""
+        """Reads a manifest. Raises RemoteMissing, RemoteCorrupt, or RemoteError if it is another job's."""
         manifest = self._manifest(version)
         if manifest is None:
             raise RemoteMissing(f"{version} is not in {self.location}.")
         return manifest
 
     def artifact(self, rank: int, version: Version) -> RankArtifact:
-        """One rank's artifact of a complete version, with its digests. Raises RemoteMissing,
-        RemoteCorrupt.
+        """Returns one rank's artifact of a complete version, with its digests.
+
+        Raises RemoteMissing, RemoteCorrupt.
         """
         named = next((each for each in self.read_manifest(version).artifacts if each.rank == rank), None)
         if named is None:
@@ -245,10 +242,10 @@ class RemoteStore:
         chunks: Sequence[int] | None = None,
         heard: Callable[[int], None] = ignore,
     ) -> None:
-        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
-        every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
+        """Reads an artifact, or only its `chunks` (in order), into its place in `into`; verifies every chunk.
 
-        Raises RemoteCorrupt; nothing unverified is then left in `into`.
+        The callback gets the number of new bytes; what it raises ends the reading. Raises RemoteCorrupt;
+        nothing unverified is then left in `into`.
         """
         artifact = self._detailed(artifact)
         digests = artifact.digests
@@ -276,10 +273,10 @@ class RemoteStore:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def fetch_stretch(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
-        """Read whole chunks from byte `begin` on, the start of one, and verify them; for those who cannot
-        hold all of an artifact.
+        """Reads and verifies whole chunks from byte `begin` on, the start of one.
 
-        `artifact` with its digests. Raises RemoteCorrupt; nothing unverified is then left in `into`.
+        For callers that cannot hold all of an artifact. `artifact` must have its digests. Raises
+        RemoteCorrupt; nothing unverified is then left in `into`.
         """
         assert artifact.digests is not None
         self._fetch_range(artifact.key, artifact.digests, begin, into)
@@ -291,19 +288,20 @@ class RemoteStore:
         keep_seconds: float | None = None,
         history: History | None = None,
     ) -> tuple[Version, ...]:
-        """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if
-        given, those committed in the last `keep_seconds`; and what interrupted uploads left behind.
+        """Deletes all but the newest `keep` versions, and the remains of interrupted uploads.
 
-        Never the newest complete version, and nothing of `protect` (complete or still being uploaded). What
-        cannot be deleted is left, as `untidied` says. Returns the versions that are left.
+        Versions that `history` accepts are kept before all others. Kept as well are those created at most
+        `keep_seconds`, if given, before the last one; the newest complete version; and all of `protect`
+        (complete or still being uploaded). What cannot be deleted stays, and `untidied` reports it. Returns
+        the versions that are left.
         """
         self.ownership.claim()
         committed = self._committed()
         kept, self.untidied, refused = set(committed), "", 0
-        # The newest first: what was refused before is older, and a few of those are enough to know it.
+        # Newest first: versions refused earlier are older, and a few refusals show that the rest fail too.
         for version in reversed(keys.to_delete(committed, keep, protect, keep_seconds, history)):
             with self._tidying():
-                # Unreadable: nobody can restore it, so it may go.
+                # Unreadable: it cannot be restored, so it may be deleted.
                 with contextlib.suppress(RemoteCorrupt, RemoteArchived):
                     self._manifest(version)  # raises if the folder is another job's
                 self._objects.delete([keys.manifest_key(version)])
@@ -331,7 +329,7 @@ class RemoteStore:
         return tuple(sorted(kept))
 
     def close(self) -> None:
-        """Interrupt paced uploads and release connections."""
+        """Interrupts paced uploads and releases connections."""
         self._closed.set()
         self._objects.close()
 
@@ -348,11 +346,11 @@ class RemoteStore:
                 raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
             arriving(got)
         except BaseException:
-            into[:] = bytes(len(into))  # a trainer can read this memory, and may have chosen what came
+            into[:] = bytes(len(into))  # a trainer can read this memory, and may have chosen what is in it
             raise
 
     def _detailed(self, artifact: RankArtifact) -> RankArtifact:
-        """With its digests, from the object beside it."""
+        """Returns the artifact with its digests, which it reads from the object beside it."""
         if artifact.digests is not None:
             return artifact
         key = keys.digests_key(artifact.key, artifact.rank)
@@ -388,7 +386,7 @@ class RemoteStore:
         return manifest
 
     def _note_archived(self, stored: Iterable[Stored], complete: AbstractSet[Version]) -> None:
-        """Which of the complete versions cannot be read, because something of them is in an archive."""
+        """Records which complete versions cannot be read because some of their objects are archived."""
         listed = {keys.version_of(each.key): each.key for each in stored if each.archived}
         found = []
         for version in sorted(complete & listed.keys()):
@@ -401,7 +399,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:
-        """Nothing that is needed waits for what is done within: its failure is noted."""
+        """Suppresses errors of the block, recording lasting ones: nothing needed depends on it."""
         try:
             yield
         except RemoteError as error:
@@ -419,7 +417,7 @@ class RemoteStore:
 
 
 def _stretches(chunks: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
-    """Ranges to read: neighbours together, but not too many, so that every thread has some."""
+    """Yields ranges to read: adjacent chunks together, but small enough to give every thread some."""
     share = -(-len(chunks) * chunk // FETCH_THREADS)
     most = max(1, min(FETCH_BYTES, max(FETCH_LEAST, share)) // chunk)
     first = place = 0
@@ -447,7 +445,7 @@ def _mapped(path: Path, size: int) -> Iterator[memoryview]:
             with memoryview(pages) as view:
                 yield view
         finally:
-            # The traceback of a failed upload may still hold a piece; the mapping goes when that does.
+            # The traceback of a failed upload may still hold a piece; the mapping is then freed with it.
             with contextlib.suppress(BufferError):
                 pages.close()
 
@@ -460,7 +458,7 @@ def _begun(mapped: memoryview, path: Path, size: int) -> Iterator[memoryview]:
 
 
 def _brief(artifact: RankArtifact) -> RankArtifact:
-    """As the manifest names it."""
+    """Returns the artifact as a manifest names it: with one digest in place of all."""
     digests = artifact.digests
     if digests is None:
         return artifact

@@ -1,1 +1,1 @@
-"""Brings own ranks' artifacts to this worker's holders."""
+"""Sends own ranks' artifacts to this worker's holders."""

@@ -1,13 +1,13 @@
-"""Brings each holder what it lacks, kind by kind and artifact by artifact: copies, or parts of parity.
+"""Sends each holder what it lacks, kind by kind and artifact by artifact: as copies, or for parity.
 
-What it lacks goes by what is sealed here, what the holder has acknowledged, and which snapshot is named.
-Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
-holder keeps or is being sent, in the order of steps. The two go on lanes of their own, so that a delta never
-waits behind a snapshot.
+What it lacks depends on what is sealed here, what the holder has acknowledged, and which snapshot is named.
+Snapshots are sent one named version at a time; deltas as they are made, in the order of steps, each one after
+the oldest snapshot that the holder keeps or is being sent. The two kinds have separate lanes, so that a delta
+never waits behind a snapshot.
 
-Only the holder's acknowledgement is believed. A push that is broken off goes on where it stopped, as long as
-each connection brought something. What fails is tried again: a rank by itself, or the whole lane where the
-holder cannot be reached. Waits grow longer each time, so that a holder without room is not asked in a circle.
+Only the holder's acknowledgement counts. An interrupted push continues where it stopped, as long as each new
+connection sends something. What fails is tried again: for one rank, or for the whole lane if the holder
+cannot be reached. Each wait is longer, so that a holder without room is not asked in a tight loop.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def due(
     copy: Version | None,
     history: History,
 ) -> list[Artifact]:
-    """Own artifacts that a holder should get now, first things first. `acknowledged`: what it has, by rank;
-    `copy`: the snapshot that is named.
-    """
+    """Returns own artifacts that a holder should get, in the order of sending.
+
+    `acknowledged`: what it has, by rank; `copy`: the snapshot that is named."""
     found: list[Artifact] = []
     for place, own in stocks.items():
         if place.tier is not Tier.LOCAL or place.share is not None:
@@ -63,7 +63,7 @@ def due(
 
 
 def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
-    """What may be sent next: a rank's deltas are sent in order, so only its first."""
+    """Returns what may be sent next: only the first of each rank, as a rank's deltas go in order."""
     firsts: dict[int, Seal] = {}
     for seal in due:
         firsts.setdefault(seal.rank, seal)
@@ -73,7 +73,7 @@ def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
 def lacking(
     state: SidecarState, vault: Vault, kind: Kind, attempt: int, has: Mapping[int, MemoryStock]
 ) -> list[Seal]:
-    """What a holder of that attempt, which `has` so much of each own rank, should get now."""
+    """Returns what a holder of that attempt should get; `has`: what it has of each own rank."""
     with state.lock:
         verdict, directive = state.verdict, state.directive
         ready = state.restore.state is RestoreState.READY
@@ -85,14 +85,13 @@ def lacking(
 
 
 class PushRefused(Exception):
-    """The holder will not take it; the message is its sentence."""
+    """The holder refuses the artifact; the message is its sentence."""
 
 
 def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
-    """Send `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it;
-    False: it has no free slot now, or has not heard of this attempt yet. Raises PushRefused, and what `send`
-    raises.
-    """
+    """Sends `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it.
+
+    False: it has no free slot, or not this attempt yet. Raises PushRefused and what `send` raises."""
     said = send(vault, seal, line, pace, "offer")
     if said.state not in ("ok", "have", "busy"):
         raise PushRefused(said.message)
@@ -100,10 +99,9 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> b
 
 
 def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) -> Say:
-    """Offer an own artifact by `op` ("offer", or "fold" into parity), and send what is missing there. Returns
-    the holder's last word. A stream that breaks is taken up again where it stopped. Whatever is raised,
-    `line` is hung up.
+    """Offers an own artifact by `op` ("offer", or "fold" into parity), and sends what is missing there.
 
+    Returns the last answer. A broken stream continues where it stopped. Every exception closes `line`.
     Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged.
     """
     try:
@@ -113,8 +111,7 @@ def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) ->
                 try:
                     return _send(seal, line, file.fileno(), pace, op)
                 except WireBroken:
-                    # A connection that lay idle may have been closed by the other end long ago: that proves
-                    # nothing.
+                    # The other end may have closed an idle connection long ago: that is no failure.
                     if not hopeful and line.sent == before:
                         raise
                     line.drop()
@@ -133,14 +130,14 @@ def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> S
     said = wire.receive(Say)
     if said.state != "send":
         return said
-    stream, end = Ask.about("chunks", artifact), offer  # to fold again tells what is still missing
+    stream, end = Ask.about("chunks", artifact), offer  # folding again returns what is still missing
     if said.transfer:
         stream, end = Ask("join", transfer=said.transfer), Ask("commit", transfer=said.transfer)
     chunks = len(digests.values)
     deal = Deal(chunks, set(range(chunks)) - set(said.missing))
 
     def send_chunks(wire: Wire, take: Take) -> None:
-        """As many as `wire` gets to carry. Raises WireBroken, TooDamaged."""
+        """Sends the chunks that `take` assigns to `wire`. Raises WireBroken, TooDamaged."""
         index = take()
         while index is not None:
             wire.send(stream)
@@ -158,12 +155,12 @@ def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> S
             index = take()
 
     StreamCrew(line, deal, stream_count(digests, len(deal)), send_chunks).run()
-    while True:  # chunks that came back damaged after their stream had ended
+    while True:  # chunks that were reported as damaged after their stream had ended
         wire.send(end)
         last = wire.receive(Say)
         if last.state not in ("again", "send"):
             return last
-        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+        if not deal:  # it lost chunks that it took: offering again shows what it has
             raise WireBroken(last.message or "the holder lacks chunks that it took")
         send_chunks(wire, deal.take)
 
@@ -173,18 +170,18 @@ _MOST_BREAKS = 20
 log = logging.getLogger(__name__)
 
 PORTIONS: Mapping[Kind, float] = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
-"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
+"""Seconds of bandwidth that a lane takes at once: if it is scarce, deltas get the larger part."""
 _PATIENCE = 3
-"""Tries in vain before a person is told."""
+"""The number of failed tries before a problem is reported."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 FIRST, LONGEST = 0.1, 5.0
-"""Seconds until the next try."""
+"""Seconds until the next try: after the first failure, and at most."""
 
 
 class Backoff(Generic[Key]):
-    """Times are seconds of any monotonic clock. Not thread-safe."""
+    """Delays retries, by key. Times are seconds of any monotonic clock. Not thread-safe."""
 
     def __init__(self) -> None:
         self._failures: dict[Key, int] = {}
@@ -194,11 +191,11 @@ class Backoff(Generic[Key]):
         return self._after.get(key, now) <= now
 
     def until(self, key: Key) -> float:
-        """When it is ready."""
+        """Returns the time from which on `key` is ready."""
         return self._after.get(key, 0.0)
 
     def failed(self, key: Key, now: float) -> int:
-        """How often in a row."""
+        """Records a failure. Returns how many there were in a row."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         self._after[key] = now + min(LONGEST, FIRST * 2 ** min(failures - 1, 10))
         return failures
@@ -209,7 +206,7 @@ class Backoff(Generic[Key]):
 
 
 class Lane:
-    """Used by one thread."""
+    """Sends artifacts that are due to one holder. Used by one thread."""
 
     def __init__(
         self,
@@ -221,17 +218,17 @@ class Lane:
         bring: Callable[[Seal, Line], bool],
         report: Callable[[str], None],
     ) -> None:
-        """`due` returns what the holder should get now, first things first. `bring` sends one of these and
-        returns whether the holder has it; False: it is to be offered again. It raises NotHeld, OSError,
-        WireBroken, PeerRefused, PushRefused, TooDamaged. `report` takes why nothing is brought, and an empty
-        reason when something is.
-        """
+        """`due` returns what the holder should get, in the order of sending.
+
+        `bring` sends one of these and returns whether the holder has it; False: it is to be offered again. It
+        raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged. `report` gets the reason
+        why nothing is sent, and an empty one when something is."""
         self._state, self._vault, self._holder = state, vault, holder
         self._due, self._bring, self._report = due, bring, report
         self._waits: Backoff[int | None] = Backoff()
 
     def run(self, line: Line, is_over: Callable[[], bool], before: Callable[[], None] = lambda: None) -> None:
-        """Brings what is due until `is_over`, and calls `before` before each look at what that is."""
+        """Sends what is due until `is_over`, and calls `before` each time before it determines that."""
         seen = -1
         while not is_over():
             before()
@@ -239,13 +236,11 @@ class Lane:
             if pause is None:
                 seen = self._state.wait(seen, timeout=1.0)
             elif pause:
-                # What happens elsewhere must not wake this lane again and again meanwhile.
+                # Unrelated changes must not wake this lane again and again meanwhile.
                 self._state.wait_until(is_over, pause)
 
     def turn(self, line: Line) -> float | None:
-        """Sends the first artifact that is due. Returns the seconds until another may be sent; None if none
-        is due.
-        """
+        """Sends the first due artifact. Returns the seconds until the next may be; None: none is due."""
         now, waits = time.monotonic(), self._waits
         candidates = first_of_each_rank(self._due())
         for seal in candidates:
@@ -258,7 +253,7 @@ class Lane:
         return max(0.0, soonest - now)
 
     def _send(self, seal: Seal, line: Line) -> None:
-        """One artifact; what becomes of it decides whether the rank, or the whole lane, has to wait."""
+        """Sends one artifact; the outcome decides whether its rank, or the whole lane, has to wait."""
         now, waits = time.monotonic, self._waits
         try:
             has_it = self._bring(seal, line)
@@ -289,7 +284,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Era:
-    """While it lasts, what its holders say counts."""
+    """An attempt and its holders. Acknowledgements count only within the era in which they arrive."""
 
     attempt: int
     holders: tuple[Peer, ...]
@@ -297,25 +292,25 @@ class Era:
 
 
 class HolderLanes(ABC):
-    """Thread-safe. `run` keeps a lane for each kind to each holder that the directive names."""
+    """Runs a lane for each kind to each holder that the directive names. Thread-safe."""
 
     says, hope = "takes nothing", "Training goes on"
-    """What a holder does that takes nothing, as a clause; and the sentence after all of these."""
+    """Parts of the reported problem: a clause about each failing holder, and the last sentence."""
 
     def __init__(
         self, state: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket
     ) -> None:
-        """`bucket`: all that this worker sends to its holders takes from it (`Policy.peer_bandwidth`)."""
+        """`bucket` limits all that this worker sends to its holders (`Policy.peer_bandwidth`)."""
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self.bucket = bucket
         self._lock = threading.Lock()
         self._era: Era | None = None
         self._has: dict[Peer, Mapping[int, MemoryStock]] = {}
-        """By holder of the era and own rank. None of these mappings is ever changed."""
+        """Acknowledged artifacts by holder and own rank. Inner mappings are replaced, never changed."""
         self._telling = threading.Lock()
-        """Held until a reason is stated: else the older of two could be stated last, and stay."""
+        """Held until a reason is published, so that two updates cannot be published out of order."""
         self._reasons: dict[tuple[int, Kind], str] = {}
-        """Why a lane of the era brings nothing, by holder and kind."""
+        """The reasons why lanes of the era send nothing, by holder and kind."""
         self._begun: set[str] = set()
         """Names of the era's threads."""
 
@@ -324,7 +319,7 @@ class HolderLanes(ABC):
 
     @abstractmethod
     def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
-        """As `bring` of Lane."""
+        """Sends one artifact, as `bring` of Lane does."""
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=5.0):
@@ -335,7 +330,7 @@ class HolderLanes(ABC):
                     self._begun.add(name)
 
     def follow(self) -> Era | None:
-        """Take over whom the directive names as holders."""
+        """Switches to the holders that the directive names. Returns their era, if there is one."""
         directive = self._state.directive
         if directive is None:
             return None
@@ -352,9 +347,9 @@ class HolderLanes(ABC):
         return self._era
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
-        """Each holder that `directive` names: its worker, and by own rank what it has verified in that
-        attempt and has had no reason to free. What was said before the lanes to these holders began counts
-        for nothing.
+        """Returns each holder in `directive`: its worker, and what it has verified and kept, by own rank.
+
+        What was acknowledged in another attempt, or before the lanes to these holders began, does not count.
         """
         wanted = self._era_of(directive)
         with self._lock:
@@ -363,7 +358,7 @@ class HolderLanes(ABC):
             return [(holder.worker, self._has.get(holder, {}) if same else {}) for holder in wanted.holders]
 
     def owes(self) -> bool:
-        """Whether a holder lacks anything that it should have."""
+        """Returns whether a holder lacks anything that it should have."""
         with self._lock:
             era = self._era
         return era is not None and any(
@@ -371,7 +366,7 @@ class HolderLanes(ABC):
         )
 
     def lane(self, holder: Peer, kind: Kind, era: Era) -> Lane:
-        """One lane, to be run by one thread."""
+        """Returns a lane, to be run by one thread."""
         pace = Portion(self.bucket, PORTIONS[kind])
         return Lane(
             self._state,
@@ -383,7 +378,7 @@ class HolderLanes(ABC):
         )
 
     def report(self, era: Era, holder: Peer, kind: Kind, reason: str) -> None:
-        """States why a lane of the era brings nothing, as one problem; an empty reason: it does."""
+        """Publishes why lanes of the era send nothing, as one problem; an empty reason: this one sends."""
         with self._telling:
             if era != self._era:
                 return
@@ -393,7 +388,7 @@ class HolderLanes(ABC):
             self._state.problem("PeerUnreachable", ". ".join([*told, self.hope]) if told else "")
 
     def _begin(self, era: Era, old: Era | None) -> None:
-        """Under the lock: nothing is known of these holders."""
+        """Resets what is known of the holders. Called under the lock."""
         self._has = {}
 
     def _threads(self, era: Era) -> dict[str, Callable[[], None]]:

@@ -1,11 +1,10 @@
 """Copies own ranks' artifacts from memory to this worker's holders, while the next step trains.
 
-Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta
-waits behind a snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder
-has is asked again in each
-attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot.
-And now and then within one: a holder that was started anew, or found that a copy had rotted, has less than it
-once said.
+Each holder has two threads, one for the snapshot that the coordinator names and one for deltas, so that no
+delta waits behind a snapshot, a slow holder does not delay the others, and no holder ever delays a trainer.
+Each attempt asks anew what a holder has: after a recovery, existing artifacts are offered to the new holders
+at once, without waiting for a snapshot. It is also asked at intervals within an attempt, because a holder
+that restarted, or found a copy corrupted, has less than it acknowledged.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable
 log = logging.getLogger(__name__)
 
 _REVIEW_EVERY = 5.0
-"""Seconds after which a holder is asked again what it has."""
+"""Seconds between requests to a holder for what it has."""
 
 
 class Replicator(HolderLanes):
-    """Remembers what each holder has acknowledged."""
+    """Copies artifacts to holders, and records what each holder has acknowledged."""
 
     says = "does not take copies"
     hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
@@ -44,7 +43,7 @@ class Replicator(HolderLanes):
     def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         super().__init__(state, vault, identity, port, TokenBucket(None))
         self._judged: dict[tuple[Peer, int], tuple[MemoryStock, History, TierVerdict | None]] = {}
-        """Of what nothing was to be forgotten, and by which word."""
+        """The arguments of checks that found nothing to forget, by holder and rank."""
 
     def _era_of(self, directive: Directive) -> Era:
         return Era(directive.attempt, directive.holders)
@@ -82,7 +81,7 @@ class Replicator(HolderLanes):
         hang_up: Callable[[], None],
         era: Era,
     ) -> None:
-        """What the holder has no more counts no more, and is due again."""
+        """Asks the holder what it has; acknowledged artifacts that it lost become due again."""
         with self._lock:
             has = self._has.get(holder, {}) if self._era == era else {}
         try:
@@ -92,7 +91,7 @@ class Replicator(HolderLanes):
             hang_up()
             self._state.peers.doubt(holder)
             return
-        self._forget()  # what it has freed by the rule meanwhile is not missed
+        self._forget()  # what it was allowed to free meanwhile does not count as lost
         with self._lock:
             if self._era != era:
                 return
@@ -122,7 +121,7 @@ class Replicator(HolderLanes):
         self._state.bump()
 
     def _forget(self) -> None:
-        """What the holders may have freed, by the rule that they follow, is not counted upon any longer."""
+        """Drops acknowledgements of artifacts that holders may have freed, by the rule that they follow."""
         with self._state.lock:
             verdict, directive = self._state.verdict, self._state.directive
         if directive is None:
@@ -142,7 +141,7 @@ class Replicator(HolderLanes):
 
 
 def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:
-    """What a holder that follows `verdict` has not freed of a rank's."""
+    """Returns what a holder that follows `verdict` still has of a rank's acknowledged artifacts."""
     place = MemoryPlace(Tier.PEER, acknowledged.snapshots, acknowledged.deltas)
     for kind, version in expendable(place, history, verdict):
         acknowledged = acknowledged.minus(kind, version)

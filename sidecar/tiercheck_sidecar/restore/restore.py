@@ -1,9 +1,9 @@
-"""Restore: bring every own rank to the wanted version from the nearest places that prove to be good.
+"""Restores every own rank to the wanted version from the nearest places that prove to be good.
 
-Own memory first, then whatever the named sources have, each missing artifact from the nearest ones. Every
-byte is verified on the way in; what fails is reported by name, so that the controller can decide again
-without it. Each failure takes an offer away, so that a rank's loop ends: with the whole chain in own memory,
-or with a sentence that names what is missing.
+Own memory comes first, then the named sources, each missing artifact from the nearest ones. Every byte is
+verified on the way in; what fails is reported by name, so that the controller can decide again without it.
+Each failure removes an offer, so that a rank's loop ends: with the whole chain in own memory, or with a
+sentence that names what is missing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RankRestorer:
         )
 
     def _complete(self) -> RestorePlan | None:
-        """The chain, once all of it lies verified in own memory."""
+        """Returns the chain, once all of it lies verified in own memory; None if it cannot."""
         while True:
             if self._state.attempt != self._directive.attempt or self._state.stopping:
                 self._failures.append("a newer attempt began")
@@ -133,7 +133,7 @@ class RankRestorer:
                     fetched.result()
 
     def _measure(self, found: RestorePlan) -> None:
-        """How far the way is, and how far we are."""
+        """Records how many bytes the plan needs, and how many of them are done."""
         own, chain = self._own(), found.artifacts(self._rank)
         wanted = sum(own[each] for each in chain if each in own) + sum(need.size for need in found.needs)
         done = sum(own[each] for each in chain if each in own and each in self._sound)
@@ -195,8 +195,8 @@ class RankRestorer:
                     raise
 
     def _make_room(self, artifact: Artifact, chosen: RestorePlan) -> bool:
-        """Give up one own artifact that the plan does not need: what the history has cut off first, it can
-        never be read again."""
+        """Frees one own artifact that the plan does not need, and returns whether it did.
+        What the history has cut off goes first, because it can never be read again."""
         with self._making_room:
             accepts = self._directive.history.accepts
             others = [each for each in self._own() if each not in chosen.artifacts(self._rank)]
@@ -224,26 +224,26 @@ class RankRestorer:
 
 
 def _at_once(places: Sequence[Source]) -> Iterator[list[Source]]:
-    """Neighbours in the order that are asked together: peers are, as each can bring a part."""
+    """Yields the sources that are asked together: adjacent peers are, as each can bring a part."""
     for _, group in groupby(enumerate(places), lambda pair: -1 if pair[1].peer else pair[0]):
         yield [source for _, source in group]
 
 
 _PARALLEL_RANKS = 8
 _TRIES = 3
-"""Of one restore, before it is reported as failed."""
+"""The number of tries of one restore, before it is reported as failed."""
 _VERIFIERS = max(2, min(8, os.cpu_count() or 2))
-"""Threads that read own memory again, for all ranks together."""
+"""The number of threads that read own memory again, for all ranks together."""
 
 
 class Restorer:
-    """One thread, which restores each attempt once, and again with new sources if that failed."""
+    """Restores each attempt once, and again with new sources if that failed. One thread."""
 
     def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources) -> None:
         self._state, self._vault, self._reach = state, vault, reach
         self._done: tuple[int, str] = (0, "")
         self._tried: tuple[tuple[int, str], int] = ((0, ""), 0)
-        """What was begun last, and how often."""
+        """The last restore that was begun, and how often."""
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=5.0):
@@ -259,8 +259,8 @@ class Restorer:
                 self._done = wanted
 
     def _carry_out_or_fail(self, directive: Directive) -> None:
-        """What nobody thought of may pass, so it is tried again. When it does not, the controller is told: it
-        waits for an answer."""
+        """Restores. An unexpected error is raised, because it may not occur at the next try.
+        The last one is reported instead, because the controller waits for an answer."""
         try:
             self.carry_out(directive)
         except BaseException as error:
@@ -273,7 +273,7 @@ class Restorer:
             self._publish(directive, RestoreReport(RestoreState.FAILED, version, ranks))
 
     def carry_out(self, directive: Directive) -> None:
-        """Restore as `directive` says, and report it."""
+        """Restores as `directive` demands, and reports the result."""
         state, restore = self._state, directive.restore
         if restore is None or directive.phase is Phase.FINISH or not state.saw_hold:
             # Not seen from its beginning: this process was restarted while the attempt ran, with trainers
@@ -308,8 +308,8 @@ class Restorer:
         self._publish(directive, RestoreReport(outcome, restore.version, ranks, seconds, stalled=stalled))
 
     def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
-        """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked
-        at once."""
+        """Reports whether this worker's share of other ranks' slots can be read.
+        All workers together check the slots of all ranks at once."""
         failures: list[str] = []
         with contextlib.closing(self._reach.lender()) as lender:
             for rank in range(directive.worker, restore.world_size, directive.workers):

@@ -1,8 +1,8 @@
-"""Which artifacts a restore fetches, and from where: the rule, without I/O.
+"""Plans which artifacts a restore fetches, and from where, without I/O.
 
-A version can be reached from any snapshot before it whose deltas can all be had. Of these chains the one is
-taken that moves the fewest bytes out of the farthest places: first out of the remote tier, then over the
-network at all; among equals the shortest, because deltas have to be replayed.
+A version can be reached from any snapshot before it if all deltas in between can be had. Of these chains the
+one is taken that moves the fewest bytes out of the farthest places: first out of the remote tier, then over
+the network at all; among equals the shortest, because deltas have to be replayed.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tiercheck.protocol.version import Artifact, Chain, History, Kind, Version
 
 @dataclass(frozen=True)
 class SourceOffer:
-    """A source that answered, and what of one rank can be had there."""
+    """A source that answered, and the artifacts of one rank that it offers."""
 
     source: Source
     offers: Mapping[Artifact, int]
-    """Bytes of each."""
+    """Bytes of each artifact."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """An artifact that is here now."""
+    """An artifact that was fetched."""
 
     source: Source
-    """The place that gave it; of several peers, the one named first that brought a part."""
+    """The source that supplied it; of several peers, the one named first that supplied a part."""
     bad: tuple[Quarantined, ...] = ()
-    """Copies that proved bad on the way."""
+    """Copies that proved bad during the fetch."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """An artifact that is not here. `places` has every source of it, nearest first; never empty."""
+    """An artifact to fetch. `places` has every source of it, nearest first; never empty."""
 
     artifact: Artifact
     size: int
@@ -52,18 +52,18 @@ class RestorePlan:
     needs: tuple[Need, ...]
 
     def artifacts(self, rank: int) -> tuple[Artifact, ...]:
-        """All of the chain, the snapshot first."""
+        """Returns all artifacts of the chain, the snapshot first."""
         deltas = (Artifact(rank, version, Kind.DELTA) for version in self.chain.deltas)
         return (Artifact(rank, self.chain.base), *deltas)
 
 
 @dataclass(frozen=True)
 class OutOfReach:
-    """There is no such chain."""
+    """The result if there is no such chain."""
 
     missing: tuple[Artifact, ...]
-    """Where the way back ends: a snapshot, and the delta that would do instead if an earlier snapshot is
-    found."""
+    """The artifacts at which the search ended.
+    A snapshot, and the delta that would do instead if an earlier snapshot is found."""
 
     def __str__(self) -> str:
         if not self.missing:
@@ -82,9 +82,8 @@ def plan(
     *,
     base: Version | None = None,
 ) -> RestorePlan | OutOfReach:
-    """The best way to `version`, from the snapshot `base` if given. `own`: what this worker's memory holds,
-    with bytes. `places`: nearest first.
-    """
+    """Returns the cheapest chain to `version`, from the snapshot `base` if given.
+    `own`: what this worker's memory holds, with bytes. `places`: nearest first."""
     if not history.accepts(version):
         return OutOfReach(())
     best: tuple[tuple[int, int, int], RestorePlan] | None = None
@@ -111,7 +110,7 @@ def plan(
 
 
 def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[SourceOffer]) -> Need | None:
-    """What has to be fetched for it; None if it is here, or nowhere."""
+    """Returns what has to be fetched for an artifact; None if it is here, or nowhere."""
     having = [place for place in places if artifact in place.offers]
     if artifact in own or not having:
         return None
@@ -119,21 +118,21 @@ def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[Sour
 
 
 def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
-    """Bytes that this plan moves, out of `tier` if given."""
+    """Returns the bytes that this plan moves, out of `tier` if given."""
     return sum(
         bytes_moved(need.places[0], need.size) for need in found.needs if tier in (None, need.places[0].tier)
     )
 
 
 def bytes_moved(source: Source, size: int) -> int:
-    """Returns what comes here for `size` bytes: a rebuild reads as many parts as its group has members."""
+    """Returns the bytes received for `size` bytes: a rebuild reads one part of each group member."""
     if source.tier is Tier.LOCAL:
         return 0
     return size * (len(source.parity.members) if source.parity is not None else 1)
 
 
 def name_of(source: Source) -> str:
-    """How sentences call it."""
+    """Returns the name of a source in messages."""
     if source.peer is not None:
         return f"worker {source.peer.worker}"
     if source.tier is Tier.LOCAL:

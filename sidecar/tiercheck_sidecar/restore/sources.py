@@ -1,11 +1,11 @@
-"""Gives a restore its sources: asks each what it has, and brings artifacts or chunks of them.
+"""Provides the sources of a restore: lists what each has, and fetches artifacts or chunks of them.
 
-Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
-tier has the snapshots of complete versions. Several peers bring a whole artifact together (`exchange.fetch`).
+Peers list what they hold, members and holders of a parity group what could be rebuilt. The remote tier has
+the snapshots of complete versions. Several peers supply a whole artifact together (`exchange.fetch`).
 
-A rank on another mesh reads verified chunks of others' snapshots. A loan is a sparse file in the memory
-volume, as long as the artifact, in which the chunks that were asked for are at their places. What this worker
-holds itself is lent as it lies.
+A rank on another mesh reads verified chunks of others' snapshots. They are in a sparse file in the memory
+volume, as long as the artifact, in which the requested chunks are at their places. What this worker holds
+itself is read in place.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OwnMemory(ArtifactSource):
 
 
 class PeerSource(ArtifactSource):
-    """A copy in another worker's memory, over a connection that lasts. It is pinned while it is open."""
+    """A copy in another worker's memory, over a lasting connection. It is pinned while it is open."""
 
     def __init__(self, peer: Peer, connect: Callable[[Peer], Wire]) -> None:
         """`connect` raises WireBroken, PeerRefused."""
@@ -136,7 +136,7 @@ class PeerSource(ArtifactSource):
 
 
 def _receive_chunks(opening: Opening, indices: Sequence[int], sink: ArtifactSink) -> None:
-    """Raises SourceFailed, SourceCorrupt."""
+    """Receives chunks and verifies each. Raises SourceFailed, SourceCorrupt."""
     wire, digests = opening.wire, opening.seal.digests
     with failing_as_source():
         for index in ask_ahead(partial(next, iter(indices), None), wire.send_index, deque()):
@@ -149,11 +149,11 @@ def _receive_chunks(opening: Opening, indices: Sequence[int], sink: ArtifactSink
 
 FOLDER = "lent"
 _STATE_WORD = 8
-"""Bytes that say how long the header is."""
+"""Bytes that contain the length of the header."""
 
 T = TypeVar("T")
 Call = Callable[[Source, Callable[[ArtifactSource, BoundedCall], Path], int], Path]
-"""`RestoreSources.call`."""
+"""The type of `RestoreSources.call`."""
 
 
 @dataclass
@@ -162,11 +162,11 @@ class _Loan:
     digests: Digests
     here: set[int] = field(default_factory=set)
     begun: bool = False
-    """Its header is here, and is the right one."""
+    """True once its header is here and verified."""
 
 
 class Lender:
-    """For one rank's session. Not thread-safe; `close` ends all loans."""
+    """Opens other ranks' artifacts for the session of one rank. Not thread-safe. `close` releases all."""
 
     def __init__(self, vault: Vault, folder: Path, call: Call) -> None:
         self._vault, self._call = vault, call
@@ -177,8 +177,8 @@ class Lender:
         self._lent: dict[Artifact, Path] = {}
 
     def lend(self, directive: Directive, artifact: Artifact, ranges: Iterable[tuple[int, int]]) -> Path:
-        """A file with these bytes, and the artifact's beginning. Raises SourceFailed, MemoryTooSmall,
-        OSError."""
+        """Returns a file with these bytes and the artifact's header.
+        Raises SourceFailed, MemoryTooSmall, OSError."""
         own = self._own(artifact)
         if own is not None:
             return own
@@ -198,7 +198,7 @@ class Lender:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _own(self, artifact: Artifact) -> Path | None:
-        """What lies here, read again once: it may have lain for long."""
+        """Returns the artifact's file if it is here, verified once, because it may have lain for long."""
         if artifact in self._lent:
             return self._lent[artifact]
         try:
@@ -211,7 +211,7 @@ class Lender:
         return slot.path
 
     def _forget(self, artifact: Artifact) -> None:
-        """Somebody was left behind who may still write into the loan: the next one gets a file of its own."""
+        """Drops a file that an abandoned call may still write into, so that the next one gets its own."""
         loan = self._loans.pop(artifact, None)
         if loan is not None:
             loan.path.unlink(missing_ok=True)
@@ -240,7 +240,7 @@ class Lender:
             return loan.path
 
     def _begin(self, loan: _Loan, found: OpenArtifact, sink: ArtifactSink) -> None:
-        """Bring the header, however long it is, and see that it is that of the artifact."""
+        """Fetches the header, however long it is, and verifies that it is that of the artifact."""
         digests, end, here = loan.digests, _STATE_WORD, 0
         while end > here:
             if end > digests.size:
@@ -290,7 +290,7 @@ SOURCE_STALLED = "SourceStalled"
 
 
 class RestoreSources:
-    """Thread-safe."""
+    """Opens the sources of restores, and calls them with a time limit. Thread-safe."""
 
     def __init__(
         self, state: SidecarState, vault: Vault, identity: Identity, port: int, remote: ArtifactSource
@@ -302,7 +302,7 @@ class RestoreSources:
     def ask(
         self, rank: int, version: Version, sources: Sequence[Source]
     ) -> tuple[list[SourceOffer], list[str]]:
-        """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
+        """Returns what each source has of `rank`, in their order, and a sentence for each failure."""
         places, failures = [], []
         with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
             answers = [
@@ -320,10 +320,8 @@ class RestoreSources:
         return places, failures
 
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
-        """Fetch from `sources`: either peers, all at once, or one of another kind.
-
-        Raises SourceFailed, NoFreeSlot, NotASlot, OSError.
-        """
+        """Fetches from `sources`: either peers, all at once, or one of another kind.
+        Raises SourceFailed, NoFreeSlot, NotASlot, OSError."""
         source, rank = sources[0], artifact.rank
         try:
             if source.peer is None:
@@ -341,8 +339,8 @@ class RestoreSources:
         return Brought(first, done.bad)
 
     def call(self, source: Source, body: Callable[[ArtifactSource, BoundedCall], T], rank: int) -> T:
-        """Returns what `body` brings for `rank` from `source`, as long as something comes. Raises what it
-        raises, Stalled."""
+        """Returns what `body` reads for `rank` from `source`, while data arrives.
+        Raises what it raises, Stalled."""
 
         def reach(call: BoundedCall) -> T:
             with contextlib.closing(self.open(source)) as place:
@@ -351,8 +349,8 @@ class RestoreSources:
         return self._bounded(name_of(source), reach, rank)
 
     def open(self, source: Source, *, tell: bool = True) -> ArtifactSource:
-        """Returns `source` to read from, which is to be closed. `tell`: other workers hear of what proves to
-        be bad. Raises SourceFailed if it names nothing."""
+        """Opens `source` for reading; the caller closes it. Raises SourceFailed if it names nothing.
+        The flag decides whether other workers are informed of parts that prove bad."""
         if source.parity is not None:
             return ParitySource(source.parity, len(self._vault.ranks), self.connect, tell=tell)
         if source.peer is not None:
@@ -362,7 +360,7 @@ class RestoreSources:
         return self._remote if source.tier is Tier.REMOTE else OwnMemory(self._vault)
 
     def lender(self) -> Lender:
-        """For a rank that comes back on another mesh. To be closed."""
+        """Returns a lender for a rank that is restored on another mesh. The caller closes it."""
         return Lender(self._vault, self._state.config.vault_dir / FOLDER, self.call)
 
     def _gather(self, artifact: Artifact, peers: Sequence[Peer], call: BoundedCall) -> Fetched:
@@ -372,8 +370,8 @@ class RestoreSources:
         return fetch(self._vault, artifact, [*map(dial_to, peers)])
 
     def _bounded(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
-        """What `body` brings for `rank` from `place`, as long as something comes. Raises what it raises,
-        Stalled."""
+        """Returns what `body` reads for `rank` from `place`, while data arrives.
+        Raises what it raises, Stalled."""
         meter = self._state.meter
         with meter.waiting(place):
             try:
@@ -387,7 +385,7 @@ class RestoreSources:
         return self._state.policy.restore_stall
 
     def _left_behind(self, left: Mapping[str, int]) -> None:
-        """It is told for as long as it hangs: a restore in need would have to do without."""
+        """States a problem for as long as a call hangs, because a restore would have to do without it."""
         named = ", ".join(sorted(left))
         advice = (
             "Restores go on without it. Look at the mount, the store and the network of this worker's node."
@@ -397,5 +395,5 @@ class RestoreSources:
         )
 
     def connect(self, peer: Peer) -> Wire:
-        """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
+        """Returns an authenticated connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
         return dial(self._identity, self._state.attempt, peer, self._port)

@@ -1,1 +1,1 @@
-"""The pod's own trainer: its launcher's orders, its ranks' slots."""
+"""Serves the pod's own trainer: orders for its launcher, slots for its ranks."""

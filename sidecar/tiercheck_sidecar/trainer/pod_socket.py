@@ -1,4 +1,4 @@
-"""The pod's Unix socket: orders to the launcher, slots to the ranks.
+"""Serves the pod's Unix socket: orders for the launcher, slots for the ranks.
 
 The volume of the socket belongs to this pod alone, so the socket is the credential. A trainer never waits for
 TierCheck's other duties: bytes are digested in threads of their own.
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST_FAULT = 200
-"""Characters of what a launcher or a rank says of itself."""
+"""Characters of an error that a launcher or a rank reports of itself."""
 
 
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made.
 
-    `hands`: threads that this process may use for heavy work; as many digest snapshots at the same time.
-    """
+    `hands`: the number of threads that this process may use for heavy work; as many digest snapshots at a
+    time."""
 
     def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources, hands: int = 1) -> None:
         self._state, self._vault, self._reach = state, vault, reach
@@ -62,7 +62,7 @@ class TrainerSocket:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             path.parent.chmod(0o777)
-        fresh = path.with_name(f".{path.name}")  # so that nobody meets a socket that is not listening yet
+        fresh = path.with_name(f".{path.name}")  # so that no client finds a socket that does not listen yet
         fresh.unlink(missing_ok=True)
         self._listener.bind(str(fresh))
         os.chmod(fresh, 0o666)
@@ -76,7 +76,7 @@ class TrainerSocket:
         threads.loop("trainer-socket", self._accept, vital=True)
 
     def stop(self) -> None:
-        """What was written is sealed first."""
+        """Stops serving, after sealing what was written."""
         self._stopped = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -168,7 +168,7 @@ class TrainerSocket:
             state.bump()
 
     def _converse(self, connection: socket.socket, lines: BinaryIO, kind: type[T]) -> Iterator[T]:
-        """Sends orders, and yields what is said until the other side hangs up."""
+        """Sends orders, and yields the received messages until the other side closes the connection."""
         self._state.bump()
         begin("orders", partial(self._send_orders, connection))
         while line := lines.readline(LONGEST_LINE):
@@ -176,7 +176,8 @@ class TrainerSocket:
             self._state.bump()
 
     def _send_orders(self, connection: socket.socket) -> None:
-        """Whatever ends it hangs up: who gets no orders comes again, and is sent the newest."""
+        """Sends each new order.
+        Any end closes the connection: a client without orders reconnects, and is sent the newest."""
         seen, last = -1, None
         try:
             while not self._state.stopping and connection in self._open:

@@ -1,7 +1,7 @@
-"""One rank's connection: what it restores from, slots for what it saves, and what it found wrong.
+"""Serves one rank's connection: its restore, slots for what it saves, and the faults that it found.
 
-Every request is answered without waiting for the network or for bytes to be digested. What a rank found wrong
-is quarantined, so that no version that needs it is restored again.
+Every request but that for another rank's artifact is answered without waiting for the network or for bytes to
+be digested. What a rank found wrong is quarantined, so that no version that needs it is restored again.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Of one rank in one attempt."""
+    """Quarantines artifacts of one rank in one attempt."""
 
     def __init__(self, state: SidecarState, vault: Vault, rank: int, attempt: int) -> None:
         self._state, self._vault, self._rank, self._attempt = state, vault, rank, attempt
 
     def distrust_taken(self, declined: DeclineDeltas) -> None:
-        """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what
-        others rest on is decided elsewhere."""
+        """Quarantines this attempt's deltas from the step at which updates proved not repeatable.
+        Nothing is freed: what others rest on is decided elsewhere."""
         rank, why = self._rank, declined.message
         log.error("rank %d: %s", rank, why)
         deltas = [each for each in self._vault.own(rank) if each.kind is Kind.DELTA]
@@ -65,9 +65,8 @@ class Quarantine:
         self._quarantine([each for each in taken if each.version.step >= declined.step], why)
 
     def distrust_replay(self, found: ReportMismatch) -> None:
-        """A replay did not give the recorded state. The state before may have been wrong already, so no delta
-        of the chain counts for anything any more, wherever a copy of it lies.
-        """
+        """Quarantines all deltas of the chain after a replay that did not give the recorded state.
+        The state before it may have been wrong already, so no delta counts, wherever a copy of it lies."""
         state, rank = self._state, self._rank
         directive = state.directive
         assert directive is not None
@@ -89,9 +88,8 @@ class Quarantine:
         state.bump()
 
     def distrust_snapshot(self, found: ReportMismatch) -> None:
-        """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted
-        before it: so nothing counts that leads to it or on from it.
-        """
+        """Quarantines a snapshot of which replicas stored contradicting parts, wherever a copy of it lies.
+        The replicas had diverged before it, so nothing counts that leads to it or on from it."""
         rank, directive = self._rank, self._state.directive
         owner = None if directive is None else directive.history.owner(found.step)
         if directive is None or owner is None:
@@ -120,8 +118,8 @@ class Quarantine:
 
 
 def restored_chain(own: MemoryStock, directive: Directive) -> Chain | None:
-    """Returns the chain that the directive wants restored, as far as it is in a rank's `own` memory: from the
-    snapshot that it names, or where that has been freed meanwhile, from another; None: there is none."""
+    """Returns the chain in a rank's `own` memory that the directive restores; None: there is none.
+    It begins at the snapshot that the directive names, or where that has been freed meanwhile, at another."""
     restore = directive.restore
     if restore is None:
         return None
@@ -135,14 +133,15 @@ _SOURCES = {Tier.LOCAL: "own memory", Tier.PEER: "peer memory", Tier.REMOTE: "th
 
 
 def describe_source(restored: RankRestore | None) -> str:
-    """Returns where a rank's version came from, for people; empty if that is not known."""
+    """Returns where a rank's version came from, for users; empty if that is not known."""
     if restored is None or restored.tier is None:
         return ""
     return "peer memory (rebuilt from parity)" if restored.rebuilt else _SOURCES[restored.tier]
 
 
 class RankSession:
-    """When the connection breaks, the slots being written are lost: their writer may be alive."""
+    """Serves one rank's connection.
+    When it breaks, the slots being written are lost, because their writer may be alive."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class RankSession:
         self._restored.callback(lender.close)
 
     def serve(self, lines: BinaryIO) -> None:
-        """Until the rank hangs up. Raises OSError, Malformed."""
+        """Serves requests until the rank closes the connection. Raises OSError, Malformed."""
         with self._restored:
             welcome = self._welcome()
             self._send(welcome)
@@ -218,13 +217,13 @@ class RankSession:
         try:
             snapshot, *deltas = self._pinned(directive)
         except NotHeld:
-            # Only after a restart of this sidecar: a rank that trains already has no use for the paths.
+            # Only after a restart of this sidecar: a rank that already trains needs no paths.
             return plain
         return dataclasses.replace(plain, restore_path=snapshot, restore_deltas=tuple(deltas))
 
     def _pinned(self, directive: Directive) -> list[str]:
-        """Paths of the snapshot and the deltas to restore, kept until the rank has restored. Raises
-        NotHeld."""
+        """Returns the paths of the snapshot and the deltas to restore, kept until the rank has restored.
+        Raises NotHeld."""
         rank = self._hello.rank
         chain = restored_chain(self._vault.own_stock(rank), directive)
         if chain is None:
@@ -272,7 +271,7 @@ class RankSession:
             return Reply(False, error=str(error))
 
     def _lent(self, request: BorrowArtifact) -> Path:
-        """Raises SourceFailed, MemoryTooSmall, OSError."""
+        """Returns the requested file. Raises SourceFailed, MemoryTooSmall, OSError."""
         directive = self._state.directive
         if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
             raise SourceFailed("there is nothing to restore")

@@ -1,4 +1,4 @@
-"""The local tier: slots in shared memory, what is held, what may be freed."""
+"""Implements the local tier: slots in shared memory, what they hold, and what may be freed."""
 
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck_sidecar.vault.seal import Seal

@@ -1,8 +1,8 @@
-"""Which slots this worker should have, and what is said when memory is too small for them.
+"""Computes which slots this worker should have, and explains when memory is too small for them.
 
-It follows from what its ranks reserve and what it keeps for others. The sizes of the latter are known once
-something of it has arrived. Until then the coordinator's word on the largest of all ranks is taken, so that
-room for copies is not given to deltas.
+They follow from what its ranks reserve and what it keeps for other workers. Sizes of the latter are known
+once something of it has arrived. Until then the size that the coordinator reports for the largest of all
+ranks is used, so that room for copies is not given to deltas.
 
 A refusal has every number, and what to do about it.
 """
@@ -21,32 +21,32 @@ from tiercheck_sidecar.vault.slots import NoFreeSlot, Pool
 
 
 class Demand:
-    """Not thread-safe: the vault has it."""
+    """The slots that this worker should have. Not thread-safe: the vault guards it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.own: dict[int, Room] = {}
         self._hosted: dict[int | Share, Room] = {}
-        """By rank, or parity block."""
+        """The room for each hosted rank or parity block."""
         self._cadence = 0
         self._guess: Room | None = None
         self._plan: Sizing | None = None
         self.changes = 0
-        """How often anything else was demanded than before."""
+        """The number of times that the demand was set anew."""
 
     def reserve(self, rank: int, snapshot: int, delta: int | None) -> None:
-        """What an own rank wants, exactly; a delta of None is as it was."""
+        """Sets the exact sizes for an own rank; a delta of None is left unchanged."""
         before = self.own.get(rank, Room())
         self.own[rank] = Room(snapshot, before.delta if delta is None else delta)
         self._change()
 
     def only(self, ranks: Collection[int]) -> None:
-        """No others are own ranks from now on."""
+        """Removes own ranks other than `ranks`."""
         self.own = {rank: room for rank, room in self.own.items() if rank in ranks}
         self._change()
 
     def expect(self, cadence: int, guess: Room) -> bool:
-        """How long chains are, and the largest slots of any rank. Whether that is news."""
+        """Sets the length of chains and the largest slots of any rank. Returns whether they changed."""
         if (cadence, guess) == (self._cadence, self._guess):
             return False
         self._cadence, self._guess = cadence, guess
@@ -54,8 +54,7 @@ class Demand:
         return True
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
-        """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here
-        already."""
+        """Sets the ranks and parity blocks to keep. `known`: pools and sizes of slots that exist already."""
         wanted: dict[int | Share, Room] = dict.fromkeys(ranks, Room())
         wanted |= {share: Room(parts=1 + len(share.ranks)) for share in shares}
         self._hosted = {each: self._hosted.get(each, room) for each, room in wanted.items()}
@@ -64,7 +63,7 @@ class Demand:
             self.learn(pool, size)
 
     def found(self, pool: Pool, size: int) -> None:
-        """An earlier process left a slot of `size` bytes."""
+        """Records a slot of `size` bytes that an earlier process left."""
         before = self.own.get(pool.rank, Room())
         if pool.tier is Tier.LOCAL and pool.kind is Kind.DELTA:
             self.own[pool.rank] = dataclasses.replace(before, delta=max(before.delta or 0, size))
@@ -72,9 +71,9 @@ class Demand:
         self.learn(pool, size)
 
     def learn(self, pool: Pool, size: int) -> None:
-        """An artifact of `size` bytes is in, or is to be put into, `pool`."""
+        """Records that an artifact of `size` bytes is in `pool`, or will be."""
         if pool.tier is Tier.LOCAL:
-            # Restored, or left by an earlier process: the rank will say what it wants when it trains again.
+            # Restored, or left by an earlier process: the rank will reserve anew when it trains again.
             before = self.own.get(pool.rank, Room())
             if pool.kind is Kind.SNAPSHOT and not before.snapshot:
                 self.own[pool.rank] = dataclasses.replace(before, snapshot=size)
@@ -96,9 +95,9 @@ class Demand:
 
     @contextlib.contextmanager
     def learning(self, pool: Pool, size: int) -> Iterator[None]:
-        """As `learn`, while a slot is looked for. If there is none, the claim is forgotten: whoever made it
-        could ask for any size, and stop all saving here.
-        """
+        """Calls `learn` while a slot is searched for, and undoes that if there is none.
+
+        Otherwise a client could claim any size, and stop all saving here."""
         before = self.own.copy(), self._hosted.copy()
         self.learn(pool, size)
         try:
@@ -119,7 +118,7 @@ class Demand:
 
     @property
     def cadence(self) -> int:
-        """Until the coordinator has said: what it would say if all ranks were like ours."""
+        """Returns the coordinator's cadence; until it is known, an estimate from own ranks' sizes."""
         if self._cadence:
             return self._cadence
         own = self.own.values()
@@ -128,12 +127,12 @@ class Demand:
 
     @property
     def ranks(self) -> tuple[int, int, int]:
-        """How many own ranks, hosted ranks and parity blocks."""
+        """Returns the numbers of own ranks, hosted ranks and parity blocks."""
         lanes = sum(isinstance(each, Share) for each in self._hosted)
         return len(self.own), len(self._hosted) - lanes, lanes
 
     def cap(self, pool: Pool) -> int:
-        """How many slots `pool` may have."""
+        """Returns how many slots `pool` may have."""
         plan = self.plan()
         if pool.kind is Kind.DELTA:
             return plan.delta_slots
@@ -142,8 +141,7 @@ class Demand:
         return plan.own_slots or sizing.OWN_SLOTS_MIN
 
     def capacity(self, pool: Pool) -> int | None:
-        """Bytes that a free slot of `pool` must have to be worth keeping; 0: any; None: nobody wants such
-        slots."""
+        """Returns the bytes that a free slot of `pool` must have to be kept; 0: any; None: none is kept."""
         if pool.tier is Tier.LOCAL:
             room = self.own.get(pool.rank)
             if room is None:
@@ -159,7 +157,7 @@ _REMEDY = "Raise tiers.local.sizeLimit and the sidecar's memory limit"
 
 
 def saving_refused(demand: Demand) -> str:
-    """Why nothing can be saved; empty if memory is large enough."""
+    """Returns why nothing can be saved; empty if memory is large enough."""
     fits = demand.plan()
     if fits.fits:
         return ""
@@ -171,7 +169,7 @@ def saving_refused(demand: Demand) -> str:
 
 
 def deltas_refused(demand: Demand) -> str:
-    """Why no deltas are taken although ranks want to; empty if memory holds enough of them."""
+    """Returns why reserved deltas are not taken; empty if memory holds enough of them."""
     fits = demand.plan()
     if not fits.lacks_deltas:
         return ""

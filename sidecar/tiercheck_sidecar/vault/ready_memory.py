@@ -42,11 +42,10 @@ class ReadyMemory:
             return sum(len(file.area) for file in self._files)
 
     def make(self, paths: list[Path], size: int, hands: int) -> bool:
-        """Makes a file of `size` bytes at each path, one after the other, each in `hands` threads. Returns
-        whether any was made.
+        """Makes a file of `size` bytes at each path. Returns whether any was made. Slow.
 
-        Only the first call does: what was used or discarded is not made again. Slow.
-        """
+        Each is made in `hands` threads. Only the first call makes any: what was used or discarded is not
+        replaced."""
         with self._changed:
             if self._is_made:
                 return False
@@ -73,10 +72,10 @@ class ReadyMemory:
         return True
 
     def take(self, path: Path, size: int) -> memoryview | None:
-        """Makes a file the slot at `path` with `size` bytes, and returns its mapping; None if no file is as
+        """Turns a file into the slot at `path`, of `size` bytes. Returns its mapping; None if none is as
         large.
 
-        Waits for a file that is being made: that is sooner there than another one.
+        Waits for a file that is being made: it will be there sooner than another one.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._files or not self._coming)

@@ -1,7 +1,7 @@
-"""The seal: the small file beside a slot that makes its content worth keeping.
+"""Reads and writes seals: the small file beside a slot that marks its content as valid.
 
-It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none. A
-checksum of the whole tells a seal from what memory made of it.
+It has the identity and the digests, and appears by rename, so a slot has either a complete seal or none. A
+checksum over all of it detects corruption in memory.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ SUFFIX = ".seal"
 
 @dataclass(frozen=True)
 class Seal:
-    """What a slot holds. `tier` is local for own ranks, peer for copies and parity blocks of others."""
+    """Describes what a slot holds. `tier`: local for own ranks, peer for copies and parity of others."""
 
     rank: int
-    """Of a parity block: the first of its ranks."""
+    """The artifact's rank, or the first rank of a parity block."""
     version: Version
     world_size: int
     tier: Tier
     digests: Digests
-    """Of the artifact, whose size they tell: the slot's file may be longer."""
+    """The digests and the size of the artifact; the slot's file may be longer."""
     kind: Kind = Kind.SNAPSHOT
     share: Share | None = None
     """Set if this is a parity block."""
     members: tuple[Digests, ...] = ()
-    """Of a parity block: the digests of each rank's artifact, in coding order."""
+    """The digests of each rank's artifact in coding order, if this is a parity block."""
     tags: Tags | None = field(default=None, compare=False)
-    """Of an artifact; none where connections are enciphered, where nobody keeps copies, and of what came
-    without. They say nothing that the digests do not: the same bytes may be sealed twice, and have other tags
-    then.
-    """
+    """The tags of an artifact; None with encryption, if no worker keeps copies, or if it came without.
+
+    They are not compared: the digests suffice, and the same bytes sealed twice may have other tags."""
 
     @property
     def artifact(self) -> Artifact:
-        """Of a parity block: the first."""
+        """Returns the artifact; the first one of a parity block."""
         return Artifact(self.rank, self.version, self.kind)
 
     def __str__(self) -> str:
@@ -62,7 +61,7 @@ def seal_path(slot: Path) -> Path:
 
 
 def write_seal(slot: Path, seal: Seal) -> None:
-    """Raises OSError; then there is no seal."""
+    """Writes the seal of a slot. Raises OSError; then there is no seal."""
     target = seal_path(slot)
     temporary = target.with_name(target.name + ".new")
     try:
@@ -76,7 +75,7 @@ def write_seal(slot: Path, seal: Seal) -> None:
 
 
 def read_seal(slot: Path) -> Seal | None:
-    """None if there is none, or it is not a seal. Raises nothing."""
+    """Returns the seal of a slot; None if it is missing or invalid. Raises nothing."""
     try:
         seal = read_checked(seal_path(slot), Seal)
     except (OSError, Malformed):
@@ -85,7 +84,7 @@ def read_seal(slot: Path) -> Seal | None:
 
 
 def _makes_sense(seal: Seal) -> bool:
-    """Whoever may write into the volume can make a checksum too."""
+    """Validates the fields: any process that may write to the volume can make a checksum too."""
     numbers = (seal.rank, seal.version.step, seal.version.attempt, seal.world_size)
     named = seal.share is None or (
         0 <= seal.share.index < MOST_BLOCKS
@@ -97,8 +96,9 @@ def _makes_sense(seal: Seal) -> bool:
 
 
 def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
-    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if
-    `view` is only their beginning."""
+    """Returns why the header is not of the artifact that the seal names; empty if it is.
+
+    `size`: the size of all bytes, if `view` is only their beginning."""
     try:
         header = read_header(view, size)
     except NotASlot as error:
@@ -110,5 +110,5 @@ def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
 
 
 def break_seal(slot: Path) -> None:
-    """From here on the slot's content is worth nothing."""
+    """Removes the seal, so that the slot's content is not used again."""
     seal_path(slot).unlink(missing_ok=True)

@@ -1,18 +1,19 @@
-"""One slot: a plain file of fixed size on the memory volume, paid for by the sidecar.
+"""Manages a slot: a plain file of fixed size on the memory volume, allocated by the sidecar.
 
-Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here,
-because first touch is several times slower than reuse and its memory is charged to whoever touches first.
+It is not `multiprocessing.shared_memory`, because those segments vanish with their creator. The file is
+pre-faulted here, because first touch is several times slower than reuse, and the memory is charged to the
+process that touches it first.
 
-Paying page by page takes longer than filling a slot. tmpfs hands out small pages unless the host is set up
+Faulting page by page takes longer than filling a slot. tmpfs uses small pages unless the host is configured
 otherwise, which a pod cannot do. But a process may ask for its own mapping to be collapsed (`MADV_COLLAPSE`,
-Linux 6.1; see madvise(2) and the kernel's admin-guide/mm/transhuge), unless the host says "deny". Measured: a
-tenth of the time of `fallocate` and pre-faulting. Whatever is not given stays in small pages.
+Linux 6.1; see madvise(2) and the kernel's admin-guide/mm/transhuge), unless the host's setting is "deny".
+Measured: a tenth of the time of `fallocate` and pre-faulting. What is not collapsed stays in small pages.
 
-Eight devices would else write through one socket. Memory lies where the thread runs that touches it first, so
-that thread runs there meanwhile. To say where it shall lie (`set_mempolicy`) is forbidden in a restricted
-pod: container runtimes ask for CAP_SYS_NICE.
+Memory lies on the NUMA node of the thread that touches it first, so that thread runs there meanwhile:
+otherwise eight devices would write through one socket. Setting the node (`set_mempolicy`) is forbidden in a
+restricted pod: container runtimes ask for CAP_SYS_NICE.
 
-Each error's message says in a sentence why the vault could not do what was asked.
+Each error's message is a sentence about why the vault could not do what was asked.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from tiercheck_sidecar.vault.seal import Seal, break_seal, header_fault
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _MADV_COLLAPSE = 25
 _SPAN = 64 * 1024 * 1024
-"""Bytes that are asked for in one call, of which each has to reach every core once."""
+"""Bytes per madvise call; each call has to reach every core once."""
 
 
 def populate(view: memoryview, begin: int = 0, hands: int = 1) -> None:
-    """Fault in what `map_aligned` gave, from `begin` on, in that many threads. Raises OSError; EINVAL on
-    kernels before 5.14."""
+    """Faults in a mapping of `map_aligned` from `begin` on, in `hands` threads.
+
+    Raises OSError; EINVAL on kernels before 5.14."""
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
     begin -= begin % mmap.PAGESIZE
 
@@ -55,9 +57,9 @@ def populate(view: memoryview, begin: int = 0, hands: int = 1) -> None:
 
 
 def collapse(descriptor: int, view: memoryview, hands: int = 1) -> int:
-    """Give an empty file huge pages, in that many threads; `view` is all of it. Returns how many of its bytes
-    have got them, from its beginning. Raises OSError if the volume is full.
-    """
+    """Gives an empty file huge pages, in `hands` threads; `view` is all of it.
+
+    Returns how many of its bytes, from its beginning, have them. Raises OSError if the volume is full."""
     huge = huge_page()
     if not huge:
         return 0
@@ -73,7 +75,7 @@ def collapse(descriptor: int, view: memoryview, hands: int = 1) -> int:
             os.pwrite(descriptor, b"\0", offset)  # an extent without any page is taken for a hole
         try:
             _advise(start + begin, length, _MADV_COLLAPSE)
-        except OSError:  # memory is too fragmented, the host forbids it, or the kernel does not know it
+        except OSError:  # memory is too fragmented, or the host or the kernel does not allow it
             refused.set()
         return not refused.is_set()
 
@@ -89,11 +91,11 @@ def _advise(address: int, length: int, advice: int) -> None:
 
 
 _BEHIND = 10
-"""Nice value: about a tenth of what others get where they want all."""
+"""The nice value that gives about a tenth of the CPU time of a normal busy thread."""
 
 
 def step_back() -> None:
-    """This thread runs behind this process's others from now on."""
+    """Lowers this thread's priority below that of this process's others."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
 
@@ -103,8 +105,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @contextlib.contextmanager
 def touch_on_node(node: int) -> Iterator[None]:
-    """What this thread touches for the first time meanwhile lies on that node. Without effect for -1, and
-    where this process may not run."""
+    """Places memory that this thread touches first on that node; no effect for -1 or if not allowed."""
     before = os.sched_getaffinity(0)
     there = _processors(node) & before
     if not there:
@@ -131,8 +132,7 @@ _ZEROS = bytes(1024 * 1024)
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots that can stand in for each other: those of one rank, or of one parity block, for one kind in one
-    tier."""
+    """Interchangeable slots: those of one rank, or of one parity block, for one kind in one tier."""
 
     tier: Tier
     rank: int
@@ -141,7 +141,7 @@ class Pool:
 
     @property
     def parts(self) -> int:
-        """How many artifacts' digests a seal in this pool has."""
+        """Returns the number of artifacts that a seal in this pool has digests of."""
         return 1 + len(self.share.ranks) if self.share else 1
 
 
@@ -156,7 +156,7 @@ class SlotState(Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """The vault changes it, under its lock, except for the bytes themselves."""
+    """The state of a slot. Only the vault changes it, under its lock, except for the bytes themselves."""
 
     path: Path
     size: int
@@ -166,9 +166,9 @@ class Slot:
     seal: Seal | None = None
     pins: int = 0
     doomed: bool = False
-    """Free it as soon as nobody uses it."""
+    """True if it is to be freed as soon as it is not in use."""
     version: Version = field(default=Version(0, 0))
-    """Of what is being written, until it is sealed."""
+    """The version of what is being written, until it is sealed."""
     _area: memoryview | None = field(default=None, repr=False)
     _identity: tuple[int, int] = field(default=(0, 0), repr=False)
 
@@ -186,13 +186,12 @@ class Slot:
 
     @property
     def artifact(self) -> Artifact:
-        """What is, or shall be, in it; of a parity block: the first."""
+        """Returns the artifact that is, or will be, in it; the first one of a parity block."""
         return Artifact(self.rank, self.seal.version if self.seal else self.version, self.kind)
 
     @contextlib.contextmanager
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
-        """The slot's first `size` bytes, or all. Raises OSError, also if the file has become shorter than the
-        slot."""
+        """Yields the first `size` bytes, or all. Raises OSError, also if the file is too short."""
         area = self._lasting()
         whole = area[: self.size if size is None else size]
         view = whole if write else whole.toreadonly()
@@ -205,26 +204,27 @@ class Slot:
                 whole.release()
 
     def is_whole(self) -> bool:
-        """Whether the file is as long as it was made. Raises OSError."""
+        """Returns whether the file has at least the slot's size. Raises OSError."""
         return self.path.lstat().st_size >= self.size
 
     def adopt(self, area: memoryview) -> None:
-        """Keep the mapping that the slot was made through."""
+        """Keeps the mapping through which the slot was created."""
         self._area, self._identity = area, _identity(os.lstat(self.path))
 
     def unmap(self) -> None:
-        """Let the memory of a removed slot go; one that is still read keeps it until then."""
+        """Releases the memory of a removed slot; while the slot is read, its memory stays."""
         area, self._area = self._area, None
         if area is not None:
             with contextlib.suppress(BufferError):
                 area.release()
 
     def _lasting(self) -> memoryview:
-        """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an
-        artifact into it, and three times as much as digesting one.
+        """Returns a mapping that lasts as long as the slot.
 
-        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is
-        a SIGBUS. A link in its place is not followed: it may lead to where the trainer itself cannot write.
+        The faults of mapping it anew cost as much as receiving an artifact into it, and three times as much
+        as digesting one. It must map the file that a trainer would open, in full length: touching what was
+        cut off is a SIGBUS. A symlink in its place is not followed: it could point to where the trainer
+        itself cannot write.
         """
         status = os.lstat(self.path)
         if status.st_size < self.size:
@@ -246,15 +246,16 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def create(path: Path, size: int, hands: int = 1) -> memoryview:
-    """Create and pre-fault a slot file in that many threads, and map it. Raises OSError (ENOSPC if the volume
-    is full); then there is no file."""
+    """Creates, pre-faults (in `hands` threads) and maps a slot file.
+
+    Raises OSError (ENOSPC if the volume is full); then there is no file."""
     descriptor = create_plain(path)
     try:
         os.fchmod(descriptor, 0o666)  # the trainer may run as another user of the same pod
         os.ftruncate(descriptor, size)
         area = map_aligned(descriptor, size)
         huge = collapse(descriptor, area, hands)
-        os.posix_fallocate(descriptor, 0, size)  # says ENOSPC here rather than SIGBUS at first touch
+        os.posix_fallocate(descriptor, 0, size)  # fails with ENOSPC here rather than SIGBUS at first touch
         _touch(area, descriptor, huge, hands)
     except OSError:
         path.unlink(missing_ok=True)
@@ -278,7 +279,7 @@ def _touch(area: memoryview, descriptor: int, begin: int, hands: int) -> None:
 
 
 def tear(slot: Slot) -> None:
-    """Make the content unreadable before the slot is written again. The seal goes first."""
+    """Makes the content unreadable before the slot is written again. The seal is removed first."""
     break_seal(slot.path)
     file = open_plain(slot.path, write=True)
     try:
@@ -288,7 +289,7 @@ def tear(slot: Slot) -> None:
 
 
 def blank(view: memoryview) -> None:
-    """Fill with zeros."""
+    """Fills `view` with zeros."""
     for offset in range(0, len(view), len(_ZEROS)):
         end = min(offset + len(_ZEROS), len(view))
         view[offset:end] = _ZEROS[: end - offset]
@@ -304,11 +305,11 @@ class NoFreeSlot(Exception):
 
 
 class NoDeltas(NoFreeSlot):
-    """There are no delta slots, nor will there be for now."""
+    """There are no delta slots, and none are planned."""
 
 
 class MemoryTooSmall(Exception):
-    """The memory volume cannot hold the fewest slots that saving needs; the message says what to set."""
+    """The memory volume cannot hold the fewest slots that saving needs; the message names what to set."""
 
 
 class NotHeld(LookupError):
@@ -316,8 +317,7 @@ class NotHeld(LookupError):
 
 
 class SlotDraft:
-    """`view` is the artifact's bytes, to be written chunk by verified chunk; all zero at first for a parity
-    block."""
+    """A slot being filled with verified chunks through `view`, which is zeroed first for parity."""
 
     def __init__(
         self, slot: Slot, seal: Seal, keep: Callable[[Slot, Seal], None], drop: Callable[[Slot], None]
@@ -332,14 +332,14 @@ class SlotDraft:
 
     @property
     def path(self) -> Path:
-        """The slot's file, for those who write through a descriptor."""
+        """Returns the path of the slot's file, for writing through a descriptor."""
         return self._slot.path
 
     def keep(self, seal: Seal | None = None) -> None:
-        """The caller has verified every chunk: seal it, as `seal` if that is known only now (a parity block's
-        digests are). Raises NotASlot if a whole artifact is not what it claims to be, OSError; then the slot
-        is given back.
-        """
+        """Seals the slot, of which the caller has verified every chunk.
+
+        `seal` is given if it was not known before, as a parity block's digests. Raises NotASlot if a whole
+        artifact is not what it claims to be, OSError; then the slot is given back."""
         final = seal or self.seal
         reason = header_fault(self.view, final) if final.share is None else ""
         if reason:
@@ -354,7 +354,7 @@ class SlotDraft:
         self.seal, self._over = final, True
 
     def release(self) -> None:
-        """Give the slot back. Harmless after `keep`."""
+        """Gives the slot back. Harmless after `keep`."""
         if self._over:
             return
         self._over = True

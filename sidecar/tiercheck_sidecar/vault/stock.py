@@ -1,8 +1,7 @@
-"""Keeps what lies where in this worker's memory, found at the start, as artifacts come and go.
+"""Records which artifacts are where in this worker's memory, from the start and as they come and go.
 
-All values are immutable, and stay the same object as long as nothing changes at their place. So whoever has
-decided something about a place knows whether to look again, and what follows from a place alone is found
-once.
+All values are immutable, and stay the same object as long as nothing changes at their place. So a caller can
+compare objects to find out whether a place changed, and what follows from a place alone is computed once.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ class Where:
 
 @dataclass(frozen=True)
 class MemoryStock:
-    """Versions of each kind."""
+    """The versions of each kind at one place."""
 
     snapshots: frozenset[Version] = frozenset()
     deltas: frozenset[Version] = frozenset()
     _found: dict[str, tuple[History, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """What follows from it, by the history that was asked about last."""
+    """Cached results by name, each with the history that it was computed for."""
 
     def plus(self, kind: Kind, version: Version) -> MemoryStock:
-        """With this as well."""
+        """Returns the stock with this version."""
         if version in self.of(kind):
             return self
         if kind is Kind.SNAPSHOT:
@@ -55,7 +54,7 @@ class MemoryStock:
         return MemoryStock(self.snapshots, self.deltas | {version})
 
     def minus(self, kind: Kind, version: Version) -> MemoryStock:
-        """Without this."""
+        """Returns the stock without this version."""
         if kind is Kind.SNAPSHOT:
             return MemoryStock(self.snapshots - {version}, self.deltas)
         return MemoryStock(self.snapshots, self.deltas - {version})
@@ -64,8 +63,7 @@ class MemoryStock:
         return self.snapshots if kind is Kind.SNAPSHOT else self.deltas
 
     def accepted(self, history: History) -> MemoryStock:
-        """Without what the history does not accept, or another number of ranks made: that is a source of
-        restores, no more."""
+        """Returns the versions that `history` continues, with as many ranks; others only serve restores."""
         known = self._found.get("accepted")
         if known is None or known[0] is not history:
             accepts = history.continues
@@ -77,7 +75,7 @@ class MemoryStock:
         return found
 
     def rebuildable(self, history: History) -> tuple[Span, ...]:
-        """What it leads to."""
+        """Returns the versions that can be rebuilt from it, as spans."""
         known = self._found.get("rebuildable")
         if known is None or known[0] is not history:
             leads = spans(rebuildable(self.snapshots, self.deltas, history))
@@ -94,7 +92,7 @@ def where(seal: Seal) -> Where:
 
 
 def by_rank(artifacts: Iterable[Artifact]) -> dict[int, MemoryStock]:
-    """What these are of each rank."""
+    """Returns the stock of each rank in `artifacts`."""
     found: dict[int, MemoryStock] = {}
     for each in artifacts:
         found[each.rank] = found.get(each.rank, NOTHING).plus(each.kind, each.version)
@@ -102,7 +100,7 @@ def by_rank(artifacts: Iterable[Artifact]) -> dict[int, MemoryStock]:
 
 
 class HeldStock:
-    """Everything that is held. Not thread-safe: the table of slots has it."""
+    """Holds the seals of all that is held, and the stocks. Not thread-safe: the vault guards it."""
 
     def __init__(self) -> None:
         self._seals: list[Seal] = []
@@ -110,14 +108,14 @@ class HeldStock:
         self._told: tuple[tuple[Seal, ...], Mapping[Where, MemoryStock]] | None = None
 
     def add(self, seal: Seal) -> None:
-        """It is held from now on."""
+        """Adds the seal of an artifact or block that is held."""
         insort(self._seals, seal, key=_age)
         place = where(seal)
         self._places[place] = self._places.get(place, NOTHING).plus(seal.kind, seal.version)
         self._told = None
 
     def remove(self, seal: Seal) -> None:
-        """It is held no more; another slot with the same may be."""
+        """Removes this seal; another slot may hold the same artifact."""
         age = _age(seal)
         first, end = (side(self._seals, age, key=_age) for side in (bisect_left, bisect_right))
         (found,) = (number for number in range(first, end) if self._seals[number] is seal)
@@ -131,11 +129,11 @@ class HeldStock:
         self._told = None
 
     def seals(self) -> tuple[Seal, ...]:
-        """Oldest first."""
+        """Returns all seals, oldest first."""
         return self._tell()[0]
 
     def places(self) -> Mapping[Where, MemoryStock]:
-        """Where anything is."""
+        """Returns the stock of each place that has any."""
         return self._tell()[1]
 
     def _tell(self) -> tuple[tuple[Seal, ...], Mapping[Where, MemoryStock]]:
@@ -156,7 +154,7 @@ _VERIFIERS = 4
 
 
 def take_inventory(directory: Path) -> list[Slot]:
-    """Every slot in `directory` that is sealed and verified. All other slot files are removed."""
+    """Returns every sealed and verified slot in `directory`; removes all other slot files."""
     files = [
         path
         for path in sorted(directory.glob(f"*{SLOT_SUFFIX}"))
@@ -187,8 +185,9 @@ def _inspect(path: Path) -> Slot | None:
 
 
 def fault(slot: Slot, threads: Executor | None = None, read: Callable[[int], None] = lambda _: None) -> str:
-    """Why the slot's bytes are not what its seal says; empty if they are. `threads` share the chunks, and
-    `read` hears of the bytes of each. Raises OSError."""
+    """Returns why the slot's bytes do not match its seal; empty if they do. Raises OSError.
+
+    `threads` share the chunks; `read` is called with the size of each."""
     with sealed(slot) as (view, seal):
         digests = seal.digests
 
@@ -205,7 +204,7 @@ def fault(slot: Slot, threads: Executor | None = None, read: Callable[[int], Non
 
 @contextlib.contextmanager
 def sealed(slot: Slot) -> Iterator[tuple[memoryview, Seal]]:
-    """The bytes that the slot's seal is about. Raises OSError if there are fewer."""
+    """Yields the bytes that the slot's seal covers, and the seal. Raises OSError if there are fewer."""
     seal = slot.seal
     assert seal is not None
     if slot.size < seal.digests.size:
@@ -224,5 +223,5 @@ def _clear(directory: Path, kept: Iterable[Path]) -> None:
                 remove(path)
             elif SUFFIX in path.name:
                 path.unlink(missing_ok=True)
-        except OSError as error:  # a folder of that name, say
+        except OSError as error:  # a folder of that name, for example
             log.warning("%s cannot be removed: %s", path.name, error)

@@ -1,6 +1,6 @@
-"""Owns every slot of this worker: what is written, what is held, what may be written next.
+"""Manages every slot of this worker: what is written, what is held, what may be written next.
 
-Memory is bounded: a slot is allocated only inside the limit, and when none is free the caller is told so at
+Memory is bounded: a slot is allocated only within the limit, and if none is free the caller gets an error at
 once. Nothing here decides what may be freed; the watermark does (`reclaim.py`).
 """
 
@@ -55,16 +55,17 @@ from tiercheck_sidecar.vault.stock import (
 log = logging.getLogger(__name__)
 
 _Shape = tuple[int, int, int, int, list[Slot]]
-"""Which slots are useless, and which are missing, is the same as long as this is, and nothing is gone: how
-often the demand changed, how many slots were ever made, there are and are gone, and those free or gone."""
+"""A fingerprint: while it is equal and no slot is gone, the same slots are useless or missing.
+
+The number of changes of the demand, of slots ever made, present and gone, and the slots free or gone."""
 
 
 class Vault:
-    """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the
-    lock.
+    """Manages the slots of this worker. Thread-safe.
 
-    A slot's use ends in one of three ways: `release`, when its writer has let go of it; `discard`, when that
-    may still be writing; `evict`, when what is held is not needed.
+    No method waits for the network; only allocation and sealing touch many bytes, outside the lock. A slot's
+    use ends in one of three ways: `release`, when its writer has abandoned it; `discard`, when the writer may
+    still be writing; `evict`, when what is held is not needed.
     """
 
     def __init__(
@@ -78,30 +79,31 @@ class Vault:
         instance: str = "",
         hands: int = 1,
     ) -> None:
-        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it.
-        `instance`: tells this vault's files from those of an earlier one in this place. `hands`: threads that
-        allocate slots."""
+        """`tagger` makes the tags of an own artifact that is being sealed; None: it gets none.
+
+        `instance` distinguishes this vault's files from those of an earlier one in this directory. `hands` is
+        the number of threads that allocate slots."""
         self.limit = limit
         self.ranks = tuple(ranks)
-        """The worker's own; none while this is a spare. See `identify`."""
+        """The worker's own ranks; none while this is a spare. See `identify`."""
         self._directory, self._instance = directory, instance or uuid.uuid4().hex[:6]
         self._on_change, self._tagger, self._hands = on_change, tagger, hands
         self._lock = threading.Condition()
-        """Guards all that follows. The thread that has it may take it again."""
+        """Guards all that follows. It is reentrant."""
         self._slots: dict[Path, Slot] = {}
         self._pools: dict[Pool, dict[Path, Slot]] = {}
         self._stock = HeldStock()
         self._demand = Demand(limit)
         self._numa: dict[int, int] = {}
-        """NUMA nodes of own ranks' devices."""
+        """The NUMA nodes of own ranks' devices."""
         self._serial = self._used = 0
         self._ready = ReadyMemory()
         self._tidy: _Shape | None = None
-        """In which nothing was to be removed."""
+        """The last fingerprint for which nothing was to be removed."""
         self._lacking: dict[tuple[Kind, ...], tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def open(self) -> None:
-        """Take inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
+        """Takes inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
         failpoint("before-inventory")
         self._directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):  # the volume's root may belong to the kubelet
@@ -114,44 +116,44 @@ class Vault:
                 if slot.seal is not None:
                     self._stock.add(slot.seal)
 
-    # What is here
+    # What is held
 
     def held(self) -> tuple[Seal, ...]:
-        """Every verified artifact and parity block, oldest first."""
+        """Returns every verified artifact and parity block, oldest first."""
         with self._lock:
             return self._stock.seals()
 
     def stocks(self) -> Mapping[Where, MemoryStock]:
-        """The same as versions, by place."""
+        """Returns the versions of all that is held, by place."""
         with self._lock:
             return self._stock.places()
 
     def own_stock(self, rank: int) -> MemoryStock:
-        """What lies in own slots of a rank."""
+        """Returns the versions in own slots of a rank."""
         return self.stocks().get(Where(Tier.LOCAL, rank), NOTHING)
 
     def own_artifacts(self, rank: int) -> dict[Artifact, int]:
-        """The same, with bytes."""
+        """Returns the artifacts in own slots of a rank, with their sizes in bytes."""
         place = Where(Tier.LOCAL, rank)
         return {seal.artifact: seal.digests.size for seal in self.held() if where(seal) == place}
 
     def find(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> Seal | None:
-        """A whole artifact, or with `share` the complete parity block that the artifact is the first of."""
+        """Returns the seal of a whole artifact, or of the complete block `share` that it is the first of."""
         with self._lock:
             slot = self._find(artifact, tier, share)
             return slot.seal if slot else None
 
     def own(self, rank: int) -> set[Artifact]:
-        """What an own rank is writing, wrote or has sealed."""
+        """Returns what an own rank is writing, has written or has sealed."""
         return self._artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED, of=rank)
 
     def unfinished(self) -> set[Artifact]:
-        """What own ranks are writing, or wrote and is not sealed yet."""
+        """Returns what own ranks are writing, or have written and is not sealed yet."""
         return self._artifacts(SlotState.WRITING, SlotState.SEALING)
 
     @contextlib.contextmanager
     def pin(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> Iterator[Slot]:
-        """Keep what `find` finds from being freed while it is read. Raises NotHeld."""
+        """Keeps what `find` finds from being freed while it is read. Raises NotHeld."""
         with self._lock:
             slot = self._find(artifact, tier, share)
             if slot is None:
@@ -172,9 +174,9 @@ class Vault:
         threads: Executor | None = None,
         read: Callable[[int], None] = lambda _: None,
     ) -> str:
-        """Read what `find` finds again and say what is wrong with it; empty if nothing is. `threads` and
-        `read` as for `inventory.fault`. Raises NotHeld, OSError.
-        """
+        """Rereads what `find` finds and returns what is wrong with it; empty if nothing is.
+
+        `threads` and `read` are those of `stock.fault`. Raises NotHeld, OSError."""
         with self.pin(artifact, tier, share) as slot:
             return fault(slot, threads, read)
 
@@ -185,32 +187,29 @@ class Vault:
             return self._demand.plan()
 
     def used(self) -> int:
-        """Bytes of the volume taken by slots and seals, and by memory made ready for them."""
+        """Returns the bytes of the volume taken by slots and seals, and by memory made ready for them."""
         return self._used + self._ready.size
 
     def reserved(self, rank: int) -> sizing.Room | None:
-        """What an own rank asked for, as far as it is known."""
+        """Returns what an own rank reserved, as far as it is known."""
         with self._lock:
             return self._demand.own.get(rank)
 
     def identify(self, ranks: Sequence[int]) -> None:
-        """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it
-        is, and no slots are kept ready for it.
-        """
+        """Sets the worker's ranks. What earlier own ranks left stays, but no slots are kept ready for it."""
         with self._lock:
             self.ranks = tuple(ranks)
             self._demand.only(self.ranks)
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share] = ()) -> None:
-        """Whose copies and which parity blocks are kept here from now on."""
+        """Sets the ranks to keep copies of, and the parity blocks to keep."""
         with self._lock:
             known = [(slot.pool, slot.size) for slot in self._slots.values() if slot.tier is Tier.PEER]
             self._demand.host(ranks, shares, known)
         self.tidy()
 
     def expect(self, cadence: int, guess: sizing.Room) -> None:
-        """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job
-        has."""
+        """Sets the coordinator's figures: steps between snapshots, and the largest slots of any rank."""
         with self._lock:
             news = self._demand.expect(cadence, guess)
         if news:
@@ -218,10 +217,10 @@ class Vault:
             self._on_change()
 
     def reserve(self, rank: int, size: int, delta_size: int | None = 0, numa: int = -1) -> None:
-        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of
-        `delta_size` (0: none; None: not known yet), which `prepare` allocates, on that NUMA node (-1:
-        anywhere). Raises MemoryTooSmall.
-        """
+        """Provides pre-faulted snapshot slots of exactly `size` bytes for an own rank. Raises MemoryTooSmall.
+
+        Delta slots of `delta_size` bytes (0: none; None: not known yet) are left to `prepare`. All lie on the
+        NUMA node `numa` (-1: anywhere)."""
         if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
         with self._lock:
@@ -232,7 +231,7 @@ class Vault:
             raise MemoryTooSmall(reason)
         self._ready.discard()  # what is needed is known now, and may have to lie on another NUMA node
         self.tidy()
-        # `prepare` may be making one of them, and a trainer that was told they are there would find none.
+        # Waits for `prepare`, which may be making one of them: the trainer must find them ready.
         snapshots = Pool(Tier.LOCAL, rank, Kind.SNAPSHOT)
         with self._lock:
             self._lock.wait_for(
@@ -242,28 +241,25 @@ class Vault:
             )
 
     def too_small(self) -> str:
-        """Why saving is refused, with the numbers; empty if memory is large enough."""
+        """Returns why saving is refused, with the numbers; empty if memory is large enough."""
         with self._lock:
             return saving_refused(self._demand)
 
     def no_deltas(self) -> str:
-        """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants
-        to.
-        """
+        """Returns why reserved deltas cannot be taken, with the numbers; empty if they can."""
         with self._lock:
             return deltas_refused(self._demand)
 
     def tidy(self) -> None:
-        """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow:
-        pre-faults.
+        """Brings the snapshot slots to the planned number and size, as far as memory is free.
 
-        Says that something changed only if it did: those who are told call this again.
+        Slow: pre-faults. Calls `on_change` only after a change, because that leads to another call of this.
         """
         self.trim()
         self._grow(Kind.SNAPSHOT)
 
     def trim(self) -> None:
-        """Remove free slots that the plan has no use for, and lost ones. Never slow."""
+        """Removes free slots that the plan has no use for, and lost ones. Never slow."""
         with self._lock:
             gone = self._useless()
         for slot in gone:
@@ -288,8 +284,7 @@ class Vault:
             self._on_change()
 
     def prepare(self, *, deltas: bool = True) -> None:
-        """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
-        so that no trainer waits for it."""
+        """Allocates what own ranks lack, on several cores at low priority. No trainer waits for it."""
         kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
         missing = 0
         with self._lock:
@@ -308,8 +303,7 @@ class Vault:
     # Own ranks: the trainer writes
 
     def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Path:
-        """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises
-        NoFreeSlot, MemoryTooSmall."""
+        """Returns a slot for at most `size` bytes (0: as reserved). Raises NoFreeSlot, MemoryTooSmall."""
         pool = Pool(Tier.LOCAL, rank, kind)
         with self._lock:
             capacity = self._demand.capacity(pool) or 0
@@ -327,9 +321,7 @@ class Vault:
         return slot.path
 
     def complete(self, path: Path, world_size: int) -> Kind:
-        """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free
-        again.
-        """
+        """Checks a slot that the trainer wrote; `seal` must follow. Raises NotASlot; then it is free."""
         slot = self._writing(path)
         with self._released_by_failure(slot):
             try:
@@ -343,8 +335,7 @@ class Vault:
         return slot.kind
 
     def seal(self, path: Path) -> Seal | None:
-        """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every
-        byte."""
+        """Digests and seals a completed slot; None: that failed, and it is free. Slow: reads every byte."""
         with self._lock:
             slot = self._slots[path]
         try:
@@ -365,8 +356,9 @@ class Vault:
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
     def draft(self, seal: Seal) -> SlotDraft:
-        """A slot to receive an artifact into, or to fold a parity block in. One of an own rank is made on
-        several cores: nothing trains during a restore. Raises NoFreeSlot, OSError."""
+        """Returns a slot to receive an artifact into, or to fold a parity block in.
+
+        Own ranks' slots are made on several cores: nothing trains then. Raises NoFreeSlot, OSError."""
         pool, size = Pool(seal.tier, seal.rank, seal.kind, seal.share), seal.digests.size
         with self._lock:
             if seal.tier is Tier.PEER and any(
@@ -388,12 +380,13 @@ class Vault:
     # How the use of a slot ends
 
     def release(self, path: Path) -> None:
-        """The trainer says that it will not complete the slot. Raises NotASlot."""
+        """Frees a slot that the trainer will not complete. Raises NotASlot."""
         self._release(self._writing(path))
 
     def discard(self, which: Path | Artifact) -> None:
-        """The trainer that writes this slot is gone, or silent, or whatever fills one with this own artifact
-        may never come to an end: it may still be writing, so the file is never used again."""
+        """Abandons a slot by its path or own artifact; as it may still be written, it is never reused.
+
+        Its trainer is gone or silent, or another process that fills it may never finish."""
         with self._lock:
             for slot in self._slots.values():
                 ours = slot.tier is Tier.LOCAL and which in (slot.path, slot.artifact)
@@ -404,10 +397,11 @@ class Vault:
     def evict_if_bad(
         self, state: SidecarState, artifact: Artifact, tier: Tier | None = None, share: Share | None = None
     ) -> str:
-        """Read an artifact, or a block, again: when what we send keeps arriving damaged, our own memory is
-        the first suspect. If it has rotted it is freed and reported, and what is wrong with it is returned:
-        whoever complains of it is not believed, our own eyes are. What an own rank wrote may be all that
-        there is, so it stays where it only could not be read, as without descriptors."""
+        """Rereads an artifact or a block that arrives damaged elsewhere, and returns what is wrong with it.
+
+        Own memory is the first suspect then. If it is corrupt, it is freed and reported; only this check
+        counts, not the report of a client. What an own rank wrote may be the only copy, so it stays if it
+        merely could not be read, for example without descriptors."""
         try:
             reason = self.fault(artifact, tier, share=share)
         except (NotHeld, OSError) as error:
@@ -422,9 +416,7 @@ class Vault:
         return reason
 
     def evict(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
-        """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns
-        them.
-        """
+        """Frees every held artifact that is `unwanted`, those in use once they are not. Returns them."""
         seals = []
         with self._lock:
             for slot in self._slots.values():
@@ -439,7 +431,7 @@ class Vault:
             self._on_change()
         return tuple(seals)
 
-    # Inside, what is here
+    # Inside, what is held
 
     def _find(self, artifact: Artifact, tier: Tier | None, share: Share | None) -> Slot | None:
         for each in (Tier.LOCAL, Tier.PEER) if tier is None else (tier,):
@@ -449,7 +441,7 @@ class Vault:
         return None
 
     def _artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
-        """In own slots of these states; `of`: of that rank only."""
+        """Returns the artifacts in own slots of these states; `of`: of that rank only."""
         with self._lock:
             return {
                 slot.artifact
@@ -461,7 +453,7 @@ class Vault:
             }
 
     def _writing(self, path: Path) -> Slot:
-        """What the trainer writes. Raises NotASlot."""
+        """Returns the slot that the trainer writes. Raises NotASlot."""
         with self._lock:
             slot = self._slots.get(path)
             if slot is None or slot.state is not SlotState.WRITING or slot.tier is not Tier.LOCAL:
@@ -483,7 +475,7 @@ class Vault:
         self._on_change()
 
     def _release(self, slot: Slot) -> None:
-        """What is in a slot that was being written is worth nothing."""
+        """Empties a slot that was being written."""
         with self._lock:
             if slot.state in (SlotState.WRITING, SlotState.SEALING):
                 _empty(slot)
@@ -498,15 +490,15 @@ class Vault:
             raise
 
     def _settle(self, slot: Slot) -> None:
-        """Free a doomed slot that nobody uses."""
+        """Frees a doomed slot that is not in use."""
         if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
             _empty(slot)
 
     def _useless(self) -> list[Slot]:
-        """Lost slots, and free ones that the plan has no use for: those are lost from now on."""
+        """Returns lost slots, and free ones that the plan has no use for, which are marked as lost."""
         shape = self._shape()
         if shape == self._tidy:
-            return []  # nothing was, and nothing is gone
+            return []  # nothing was useless then, and nothing is gone
         for pool, slots in self._pools.items():
             free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
             if not free:
@@ -521,7 +513,7 @@ class Vault:
         return gone
 
     def _forget(self, slot: Slot) -> None:
-        """There is no such slot any more."""
+        """Removes a slot from the tables."""
         if self._slots.pop(slot.path, None) is not None:
             del self._pools[slot.pool][slot.path]
             self._used -= sizing.cost(slot.size, slot.pool.parts)
@@ -536,8 +528,9 @@ class Vault:
             self._on_change()
 
     def _next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
-        """An own slot that the plan wants and memory allows, entered but not yet allocated; of the first kind
-        that lacks any. Ranks take turns: a version needs all of them."""
+        """Returns a new own slot, not yet allocated, that the plan lacks and memory allows.
+
+        It is of the first kind that lacks any. Ranks take turns: a version needs all of them."""
         with self._lock:
             for _, pool, size, _ in self._missing(kinds):
                 if self._used + sizing.cost(size) <= self.limit:
@@ -574,8 +567,9 @@ class Vault:
         return None
 
     def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
-        """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,
-        pool, bytes of each, and how many are missing."""
+        """Returns own pools that lack slots, by kind, those with the fewest first.
+
+        Each with the number of slots, the pool, the bytes per slot, and how many are missing."""
         shape, known = self._shape(), self._lacking.get(kinds)
         if known is None or known[0] != shape or shape[3]:
             found = [each for kind in kinds for each in sorted(self._lack(kind), key=lambda each: each[0])]
@@ -584,7 +578,7 @@ class Vault:
 
     def _lack(self, kind: Kind) -> Iterator[tuple[int, Pool, int, int]]:
         if not self._demand.plan().fits:
-            return  # saving is refused, so a slot would only raise hopes
+            return  # saving is refused, so a slot would be of no use
         for rank in self._demand.own:
             pool = Pool(Tier.LOCAL, rank, kind)
             size, count, cap = self._demand.capacity(pool), self._count(pool), self._demand.cap(pool)
@@ -600,7 +594,7 @@ class Vault:
         return None
 
     def _new_slot(self, pool: Pool, size: int) -> Slot:
-        """One that is to be allocated. Raises NoFreeSlot."""
+        """Returns a new slot, which is to be allocated. Raises NoFreeSlot."""
         self.trim()
         # A restore needs the whole chain at once, however few slots training gets afterwards: only memory
         # bounds it.
@@ -647,7 +641,7 @@ def _readable(slot: Slot) -> bool:
 
 
 def _empty(slot: Slot) -> None:
-    """Make a slot unreadable, and free. One whose file was cut off, or taken away, is never used again."""
+    """Makes a slot unreadable and free. If its file is truncated or missing, it is never used again."""
     slot.seal, slot.doomed, slot.state = None, False, SlotState.GONE
     try:
         tear(slot)

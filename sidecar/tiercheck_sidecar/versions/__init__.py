@@ -1,1 +1,1 @@
-"""Which versions are complete where, and what may be given up."""
+"""Determines which versions are complete in each tier, and what may be freed."""

@@ -1,7 +1,7 @@
-"""Hears which ranks have what where, and tells all sidecars what that adds up to.
+"""Collects the holdings of all ranks, and sends the resulting verdict to all sidecars.
 
-Sidecar 0 is the coordinator. It keeps nothing that the sidecars would not tell it again, so losing it costs
-nothing: until a new one has heard every rank in the current attempt, nothing is freed.
+Sidecar 0 is the coordinator. It keeps no state that the sidecars would not report again, so losing it costs
+nothing: until a new one has a report of every rank in the current attempt, nothing is freed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews,
 log = logging.getLogger(__name__)
 
 _MOMENT = 0.02
-"""Seconds that the first of those who have something to say waits for the others."""
+"""Seconds. Batches updates that arrive together."""
 _MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
-"""Bytes, and values in them; what thousands of copies take, each described alone."""
+"""Bytes of one update, and values in it: enough to describe thousands of copies one by one."""
 _MORE_CALLERS, _UNTOLD = 64, 4000
-"""Connections beside those of the workers; workers, while it is not known how many there are."""
+"""The number of connections beyond the workers' own, and of workers assumed before a directive."""
 _LOOK_EVERY = 60.0
-"""Seconds; who this is changes with a directive, and that wakes everybody."""
+"""Seconds. The worker number changes only with a directive, which wakes all loops at once."""
 
 
 BAD_REPORT = "BadReport"
@@ -49,33 +49,33 @@ _ADVICE = (
 )
 
 _TOLD = 20
-"""Versions in the remote tier that everybody is told of, every second; worker 0 knows all."""
+"""The number of newest remote versions listed in each verdict; worker 0 has the full list."""
 
 
 class NotNow(Exception):
-    """What a worker reports cannot be taken; the message is a sentence."""
+    """A report that cannot be accepted at present; the message is a sentence."""
 
 
 @dataclass(eq=False)
 class Caller:
-    """A sidecar on its connection, which ends with either side's process."""
+    """A sidecar's connection, which ends with either side's process."""
 
     send: Callable[[TierAnswer], None] = lambda answer: None
     cut: Callable[[], None] = lambda: None
     """Ends the connection, from any thread."""
     is_asking: bool = False
-    """Something that it said waits to be heard."""
+    """True while an update from it waits in the inbox."""
     word: WorkerWord | None = None
-    """The last that was taken from it; what changed since comes as a difference to that."""
+    """The last report accepted on this connection, to which the next difference applies."""
     number: int = 0
-    """Of that."""
+    """The number of that report."""
     told: TierVerdict | None = None
     since: int = 0
-    """By which connections are in order."""
+    """The serial number of the connection, which gives their order."""
 
 
 class Coordinator:
-    """Thread-safe. Idle unless this is worker 0."""
+    """Computes the job's verdict from all workers' reports. Thread-safe. Idle unless this is worker 0."""
 
     def __init__(self, state: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
         self._state, self._clock = state, clock
@@ -87,17 +87,17 @@ class Coordinator:
         self._vocabulary = Vocabulary()
         self._tally = Tally()
         self._words: dict[int, WorkerWord] = {}
-        """By worker: what is in the tally."""
+        """The report of each worker that is in the tally."""
         self._heard: dict[int, float] = {}
-        """When each worker said something last, whether or not it could be taken."""
+        """The time of each worker's last valid report, even if it is of another placement."""
         self._final: set[int] = set()
         self._done: set[int] = set()
         self._standing = TierStanding()
         self._needs: dict[int, Needs] = {}
-        """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks
-        reserve."""
+        """The sizes of each rank.
+        They outlive attempts, so a new attempt has its cadence before its ranks reserve."""
         self._cadence: tuple[tuple[int, int | None], Cadence] | None = None
-        """Of so many ranks, and what the user wants; None: needs have changed."""
+        """The cadence, with the rank count and user setting that gave it; None after `_needs` changed."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
         self._on_record: dict[Version, set[int]] = {}
@@ -105,61 +105,63 @@ class Coordinator:
         self._verdict: TierVerdict | None = None
         self._is_dirty = False
         self._told: TierVerdict | None = None
-        """What all were sent who were connected then."""
+        """The last verdict that all sidecars connected at that time were sent."""
         self._for_all = TierAnswer()
-        """The verdict as all are told it."""
+        """The current verdict as the one message that all sidecars are sent."""
         self._refused: dict[int, str] = {}
-        """By worker whose newest word was refused: why."""
+        """The reason of the refusal of each worker's newest report."""
         self._tells_refusals = False
         self._callers: dict[Caller, None] = {}
-        """In the order in which they came, so that a simulation goes the same way each time."""
+        """The connections, by arrival, so that a simulation runs the same way each time."""
         self._new: dict[Caller, None] = {}
-        """Of them, those who have been sent nothing."""
+        """The connections that have been sent nothing yet."""
         self._connections = 0
         self._newest: dict[int, Caller] = {}
-        """By worker, the newest connection that it has spoken on: what comes later on an older one was said
-        before. Who spoke there in its name is cut off, and may come again."""
+        """The newest connection on which each worker has reported.
+        What arrives later on an older one is outdated: that one is closed, and its sidecar may reconnect."""
         self._inbox: deque[tuple[Caller, bytes]] = deque()
         self._has_post = False
         self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
 
     @property
     def may_go(self) -> bool:
-        """Whether the job is over, and everybody who could be reached has been told."""
+        """Returns whether the job is over and all connected sidecars were sent that verdict."""
         with self._lock:
             return self._told is not None and self._told.over and self._told.attempt == self._attempt
 
     def waits_for(self) -> list[int]:
-        """Workers of a job that is over that may still add something."""
+        """Returns the present workers that may still add something at the end of the job."""
         directive = self._state.directive
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
     @property
     def most_callers(self) -> int:
-        """As many as may be connected: none to a worker that coordinates nothing. Who comes anew may come
-        before his last connection is given up; all may come before the directive does."""
+        """Returns the limit of connections; 0 unless this is worker 0.
+
+        It allows two per worker, because one may reconnect before its old connection is closed. All may
+        connect before the first directive, which gives their number.
+        """
         directive = self._state.directive
         there = directive.workers if directive is not None else _UNTOLD
         return 2 * there + _MORE_CALLERS if self._state.config.worker == 0 else 0
 
     def connect(self, caller: Caller) -> None:
-        """It may say something from now on."""
+        """Registers a connection, which may send updates from then on."""
         with self._lock:
             self._callers[caller] = self._new[caller] = None
             self._connections += 1
             caller.since = self._connections
 
     def hang_up(self, caller: Caller) -> None:
-        """Its connection is gone."""
+        """Removes a closed connection."""
         with self._lock:
             self._callers.pop(caller, None)
             self._new.pop(caller, None)
 
     def post(self, caller: Caller, text: bytes) -> None:
-        """`TierNews` that came. They are answered with all others of this moment. Takes no lock while there
-        are some already: who calls must not be kept waiting. Raises Malformed: nobody says more before he is
-        answered."""
+        """Queues a `TierNews` for the next batch. Raises Malformed if the last one is unanswered.
+        It takes no lock while others are queued, because the caller must not be kept waiting."""
         if caller.is_asking:
             raise Malformed("the answer to the last one has not come yet")
         caller.is_asking = True
@@ -170,7 +172,7 @@ class Coordinator:
                 self._dirty.notify_all()
 
     def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
-        """Take what a connected sidecar says."""
+        """Applies an update from a connected sidecar, and returns the answer."""
         base, caller.word, number = caller.word, None, 0
         try:
             news = decode(text, TierNews, _MOST_NEWS, _MOST_VALUES)
@@ -201,14 +203,14 @@ class Coordinator:
         return answer
 
     def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
-        """What the caller is sent now: the verdict, if it does not know it yet, and the answer."""
+        """Returns what to send to a caller: the verdict if it is new to it, and the answer."""
         verdict = self._verdict
         told, caller.told = caller.told, verdict
         news = [] if verdict is None or told is verdict else [self._word_for_all(verdict)]
         return news if answer is None else [*news, answer]
 
     def _word_for_all(self, verdict: TierVerdict) -> TierAnswer:
-        """One object for each verdict, so that it is written once."""
+        """Returns one object per verdict, so that it is encoded once."""
         if self._for_all.verdict is not verdict:
             self._for_all = TierAnswer(verdict=verdict)
         return self._for_all
@@ -221,7 +223,7 @@ class Coordinator:
         return tuple(rank for rank in word.own if rank in there)
 
     def _hear(self, word: WorkerWord) -> None:
-        """Under the lock. Raises NotNow."""
+        """Checks and accepts a report, under the lock. Raises NotNow."""
         directive, head = self._state.directive, word.head
         if self._state.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
@@ -242,8 +244,8 @@ class Coordinator:
             self._dirty.notify_all()
 
     def _take(self, word: WorkerWord, directive: Directive) -> None:
-        """Raises NotNow."""
-        # A worker whose reports are refused is not waited for at the end.
+        """Records a valid report. Raises NotNow if it is of another placement."""
+        # A worker with refused reports is not waited for at the end.
         self._heard[word.head.worker] = self._clock()
         if word.head.placement and word.head.placement != directive.placement:
             raise NotNow("holders change, and not everybody has heard of it")
@@ -263,7 +265,7 @@ class Coordinator:
             if before is each:
                 continue
             if before is not None and before.holders != each.holders:
-                # Protection begins anew.
+                # The new holders have to be filled first.
                 self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
             needed = self._needs.get(rank)
             if each.needs is not None and each.needs is not needed and each.needs != needed:
@@ -273,7 +275,7 @@ class Coordinator:
         self._tally.put(word)
 
     def _record(self, rank: int, artifact: RankArtifact) -> None:
-        """The rank's newest upload."""
+        """Records a rank's newest upload."""
         before = self._artifacts.pop(rank, None)
         if before is not None:
             there = self._on_record[before.version]
@@ -284,7 +286,8 @@ class Coordinator:
         self._on_record.setdefault(artifact.version, set()).add(rank)
 
     def _reckon(self, directive: Directive) -> None:
-        """Judge. Where that fails the verdict stands: this thread's end would be the sidecar's."""
+        """Recomputes the verdict.
+        An error leaves it as it was, because the end of this thread would end the sidecar."""
         try:
             self._judge(directive)
         except Exception:
@@ -298,7 +301,7 @@ class Coordinator:
         self._state.count(refused_reports=1)
 
     def _tell_refusals(self) -> None:
-        """Not under the lock."""
+        """Publishes refused reports as a problem. Not called under the lock."""
         if not self._refused and not self._tells_refusals:
             return
         with self._lock:
@@ -311,16 +314,14 @@ class Coordinator:
         self._state.problem(BAD_REPORT, told)
 
     def stored(self, versions: tuple[Version, ...]) -> None:
-        """What the remote tier holds."""
+        """Records the versions that the remote tier holds."""
         with self._lock:
             self._stored = versions
             self._is_dirty = True
             self._dirty.notify_all()
 
     def manifest(self) -> Manifest | None:
-        """The manifest to write now: every rank's object is uploaded and no manifest names the version
-        yet.
-        """
+        """Returns the manifest to write: every rank has uploaded its version, and it has none yet."""
         with self._lock:
             directive, verdict = self._state.directive, self._verdict
             if (
@@ -344,8 +345,8 @@ class Coordinator:
             )
 
     def run(self) -> None:
-        """Judge when something was heard, and tell everybody when the verdict changed. Begins when this
-        becomes worker 0."""
+        """Recomputes the verdict after updates, and sends it to all sidecars when it changes.
+        Begins when this becomes worker 0."""
         while not self._state.wait_until(lambda: self._state.config.worker == 0, _LOOK_EVERY):
             pass
         while not self._state.stopping:
@@ -353,7 +354,7 @@ class Coordinator:
                 self._dirty.wait_for(
                     lambda: self._has_post or self._is_dirty or self._state.stopping, timeout=1.0
                 )
-            self._state.wait_until(lambda: False, _MOMENT)  # others have something to say as well
+            self._state.wait_until(lambda: False, _MOMENT)  # batches updates of other sidecars
             answers = self._hear_all()
             verdict = self.news()
             self.deliver(self._to_send(answers))
@@ -362,7 +363,7 @@ class Coordinator:
             self._state.wait_until(lambda: False, pace(len(self._callers)) / 2)
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
-        """What came by now."""
+        """Applies all queued updates, and returns the answers."""
         self._has_post, answers = False, {}
         for _ in range(len(self._inbox)):
             caller, text = self._inbox.popleft()
@@ -371,7 +372,7 @@ class Coordinator:
         return answers
 
     def _to_send(self, answers: dict[Caller, TierAnswer]) -> list[tuple[Caller, list[TierAnswer]]]:
-        """To everybody, if there is a new verdict."""
+        """Returns the messages of each connection. All of them get a new verdict."""
         with self._lock:
             some = [caller for caller in self._new | dict.fromkeys(answers) if caller in self._callers]
             whom, self._new = some if self._verdict == self._told else self._callers, {}
@@ -379,10 +380,10 @@ class Coordinator:
         return [each for each in sent if each[1]]
 
     def news(self) -> TierVerdict | None:
-        """The verdict that everybody is to be sent; None: they have been."""
+        """Returns the verdict to send to all sidecars; None if it has not changed."""
         with self._lock:
             directive = self._state.directive
-            # At the end, that somebody says nothing is news too.
+            # At the end of the job, a worker's silence changes the verdict as well.
             if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
                 return None
             self._enter(directive)
@@ -392,7 +393,7 @@ class Coordinator:
         return news
 
     def announced(self, verdict: TierVerdict) -> None:
-        """It was sent to everybody who is connected."""
+        """Records that this verdict was sent to all connected sidecars."""
         with self._lock:
             self._told = verdict
         self._state.bump()
@@ -422,8 +423,8 @@ class Coordinator:
         self._tally, self._words, self._verdict = Tally(), {}, None
         self._refused = {}
         if same:
-            # Protection begins anew, and nothing counts that was said under the old placement.
-            self._final = set(self._done)  # those may have gone, and add nothing under any placement
+            # The new holders have to be filled first, and reports under the old placement do not count.
+            self._final = set(self._done)  # these may have ended, and add nothing under any placement
             self._standing = TierStanding(snapshot=self._standing.snapshot)
             return
         self._heard, self._newest, self._final, self._done = {}, {}, set(), set()

@@ -1,10 +1,10 @@
-"""Decides what each place may forget, and frees it, so that the next capture finds a slot.
+"""Decides which artifacts each place may free, and frees them to leave a slot for the next capture.
 
-Nothing is freed by age, and on nobody else's word than the watermark's: everything complete stays rebuildable
-there. A place is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity
-lane. In each, what lies before the newest snapshot from which the floor can be rebuilt *there* is of no more
-use. Beyond it only abandoned snapshots go, and not even those while something complete rests on them: where a
-delta is missing, a snapshot that cannot become complete itself may be the only way to versions that are.
+Nothing is freed by age, only by the watermarks: everything complete stays rebuildable in its place. A place
+is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity lane. In each, what
+lies before the newest snapshot from which the floor can be rebuilt *there* is not needed. Beyond it only
+abandoned snapshots are freed, unless something complete rests on them: where a delta is missing, a snapshot
+that cannot become complete itself may be the only base of versions that are.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from tiercheck_sidecar.vault.stock import MemoryStock, Where, where
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """What lies together."""
+    """The artifacts that are stored in one place."""
 
     tier: Tier
     """Local: own slots; peer: kept for another worker."""
     snapshots: frozenset[Version]
     deltas: frozenset[Version]
     stranded: bool = False
-    """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
+    """True if it is kept for a worker with other holders; it is freed once those hold as much."""
     slots: int = 0
-    """For snapshots; 0: as many as there are when memory is not short."""
+    """The number of snapshot slots; 0 for the default, when memory is not short."""
     crowded: bool = False
-    """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is
-    coded with what is here. Where the snapshot that all have leads nowhere, it is given up for a newer one,
-    or nothing would come any more; where it leads on, it stays, although the next deltas may find no slot.
+    """True if delta slots are nearly used up or the named snapshot has no slot, and no parity uses this.
+
+    If the snapshot that all ranks have cannot lead to the floor, it is freed for a newer one, because
+    otherwise nothing new would fit. If it can, it stays, although the next deltas may find no slot.
     """
 
     @property
     def to_keep(self) -> int:
-        """Snapshots that leave a slot for the next one."""
+        """Returns the number of snapshots that leaves a slot for the next one."""
         return (self.slots or (OWN_SLOTS if self.tier is Tier.LOCAL else HOSTED_SLOTS)) - 1
 
 
 def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> bool:
-    """Whether a holder of these cannot take the one that is to be copied."""
+    """Returns whether a holder of these snapshots has no slot for the one to be copied."""
     named = verdict.copy if verdict is not None else None
     return named is not None and named not in snapshots and len(snapshots) >= HOSTED_SLOTS
 
@@ -56,8 +57,8 @@ def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> b
 def expendable(
     place: MemoryPlace, history: History, verdict: TierVerdict | None, owed: Version | None = None
 ) -> frozenset[tuple[Kind, Version]]:
-    """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is
-    yet to be uploaded."""
+    """Returns the artifacts of `place` that may be freed in attempt `history.attempt`.
+    The snapshot that is yet to be uploaded is kept."""
     snapshots = set(filter(history.continues, place.snapshots))
     deltas = set(filter(history.continues, place.deltas))
     kept = (snapshots, deltas)
@@ -71,9 +72,8 @@ def expendable(
 
 
 def _of_other_ranks(place: MemoryPlace, history: History, floor: Version | None) -> set[Version]:
-    """The snapshot from which all of these ranks have just come back, although others made it, until
-    something newer of their own is complete. More of them would leave no slot for the next one.
-    """
+    """Returns the snapshot, made by other ranks, from which all of these ranks were last restored.
+    It is kept until something newer of their own is complete; more would take the next one's slot."""
     foreign = (each for each in place.snapshots if history.accepts(each) and not history.continues(each))
     newest = max(foreign, default=None)
     return set() if newest is None or (floor is not None and newest <= floor) else {newest}
@@ -104,7 +104,7 @@ def _needed(
             only = _base(version, snapshots, deltas, history)
             if only is not None:
                 wanted.add(only)
-    # What is newest here may still become complete, if the others come to it by another way.
+    # The newest version here may still become complete, if other ranks obtain it in another way.
     newest = max(rebuildable(snapshots, deltas, history), default=None)
     if len(wanted) < place.to_keep and _base(newest, wanted, deltas, history) is None:
         wanted |= {each for each in (_base(newest, snapshots, deltas, history),) if each is not None}
@@ -112,17 +112,17 @@ def _needed(
 
 
 def _everywhere(snapshots: set[Version], verdict: TierVerdict) -> set[Version]:
-    """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with
-    all blocks and all members' artifacts of one snapshot; replicas, and other ranks, can only start from one
-    that all old ones had; and it is what is left if deltas turn out bad.
+    """Returns the snapshots that may replace older ones, because every rank and holder has them.
+
+    Parity is useful only with all blocks and all members' artifacts of one snapshot. Replicas and other ranks
+    can start only from one that all old ones had. And it is the fallback if deltas prove bad.
     """
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 
 
 def _guarded(place: MemoryPlace, verdict: TierVerdict) -> list[Version]:
-    """Versions that must stay rebuildable here, if they are, oldest first. At most two that rest on different
-    snapshots, so that a slot is left for the next one.
-    """
+    """Returns the versions that must stay rebuildable here, if they are, oldest first.
+    They rest on at most two different snapshots, so that a slot is left for the next one."""
     if place.tier is Tier.LOCAL:
         marks = {verdict.floor, None if verdict.lost else verdict.watermarks.local}
     else:
@@ -133,28 +133,28 @@ def _guarded(place: MemoryPlace, verdict: TierVerdict) -> list[Version]:
 def _base(
     version: Version | None, snapshots: set[Version], deltas: set[Version], history: History
 ) -> Version | None:
-    """The newest of `snapshots` from which `version` can be rebuilt."""
+    """Returns the newest of `snapshots` from which `version` can be rebuilt."""
     chain = chain_to(version, snapshots, deltas, history) if version is not None else None
     return chain.base if chain else None
 
 
 Gone = tuple[Where, Kind, Version]
-"""What is where, and given up."""
+"""An artifact to be freed, and its place."""
 Hosted = tuple[set[int], set[Share]]
 """Ranks and parity lanes of other workers that are kept here."""
 
 
 class Reclaimer:
-    """Two threads: `run` and `prepare`."""
+    """Frees artifacts and allocates slots, in two threads: `run` and `prepare`."""
 
     def __init__(self, state: SidecarState, vault: Vault) -> None:
         self._state, self._vault = state, vault
         self._hosted: Hosted = (set(), set())
         self._wanted: tuple[Directive, Hosted] | None = None
-        """What a directive wants to be hosted."""
+        """The last directive, and what it assigns to this worker to keep for others."""
         self._word: tuple[Directive | None, TierVerdict | None, Sizing | None] = None, None, None
         self._judged: dict[Where, tuple[MemoryStock, frozenset[tuple[Kind, Version]]]] = {}
-        """What may go from each place by that word, and of what."""
+        """The artifacts that `_word` allows to be freed from each place, and the stock that they are of."""
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=1.0):
@@ -171,8 +171,8 @@ class Reclaimer:
             self.step()
 
     def prepare(self) -> None:
-        """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
-        trainer nor what frees slots waits for it."""
+        """Allocates slots, which takes long: of deltas once it is known how many there must be.
+        Neither a trainer nor what frees slots waits for it."""
         for _ in self._state.looks(timeout=1.0):
             verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
@@ -188,7 +188,7 @@ class Reclaimer:
             self._vault.prepare(deltas=named.deltas)
 
     def _host(self) -> None:
-        """Whose copies and which blocks are kept here is part of the wanted state."""
+        """Keeps the copies and parity blocks of other workers that the directive assigns to this one."""
         directive = self._state.directive
         if directive is None:
             return
@@ -204,7 +204,7 @@ class Reclaimer:
         return known[1]
 
     def step(self) -> None:
-        """Free what may be freed now."""
+        """Frees what may be freed."""
         state = self._state
         with state.lock:
             directive, verdict, ready = (
@@ -213,7 +213,7 @@ class Reclaimer:
                 state.restore.state is RestoreState.READY,
             )
         if directive is None or not ready or directive.phase is Phase.HOLD:
-            # while others may still be restoring, even what the new history does not accept harms nobody
+            # while other ranks may be restoring, even what the new history does not accept does no harm
             return
         plan = self._vault.size_plan()
         word = directive, verdict, plan
@@ -239,7 +239,7 @@ class Reclaimer:
     def _expendable(
         self, name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
     ) -> frozenset[tuple[Kind, Version]]:
-        """Of one place; nothing else than these decides it."""
+        """Returns what may be freed from one place; only these arguments decide it."""
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
         hosted = self._wanted_by(directive)
@@ -247,9 +247,11 @@ class Reclaimer:
         return expendable(place, directive.history, verdict, owed if mine else None)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
-        """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as
-        long as that is newer than what it has announced: so it is left out of a report first, and goes when
-        that has been heard.
+        """Returns what must not be freed yet.
+
+        The coordinator may use this worker's last report to announce what rests on an own snapshot newer than
+        what it has announced. So a report first leaves the snapshot out; it is freed once that report is
+        accepted.
         """
         mark = verdict.watermarks.local if verdict is not None else None
         doomed = {
@@ -282,7 +284,7 @@ def _place(
 
 
 def hosted_ranks(directive: Directive) -> set[int]:
-    """Ranks of other workers whose copies are kept here."""
+    """Returns the ranks of other workers that have copies here."""
     procs = directive.procs_per_worker
     return {
         rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
@@ -290,7 +292,7 @@ def hosted_ranks(directive: Directive) -> set[int]:
 
 
 def hosted_lanes(directive: Directive) -> set[Share]:
-    """Parity blocks that are kept here."""
+    """Returns the parity blocks that are kept here."""
     return {
         share
         for group in directive.folded

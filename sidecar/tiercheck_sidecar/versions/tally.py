@@ -1,10 +1,10 @@
-"""Counts what all ranks have, kept by what is equal, and refuses reports that cannot be true.
+"""Counts the ranks with equal holdings, and refuses reports that cannot be true.
 
 Ranks of one job train in step, so at any moment there are some dozens of different holdings among them, and
-each is judged once. What a worker says anew changes the counts of its own ranks; nobody looks at the others.
+each is evaluated once. A worker's new report changes only the counts of its own ranks.
 
-A report may be of another worker, or larger than a worker can have: a peer has proved that it knows the job's
-token, which says nothing of its sanity. Its memory may be bad, or somebody else may have got in there.
+A report may be of another worker, or larger than a worker can have: a peer has proved that it has the job's
+token, not that it works correctly. Its memory may be bad, or its process compromised.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankHoldings:
-    """What a rank has where, as its sidecar knows it in one attempt. Of accepted versions only."""
+    """The accepted versions that a rank has in each place, as its sidecar sees them in one attempt."""
 
     local: tuple[Span, ...] = ()
-    """What can be rebuilt from its own memory, without what is `leaving`."""
+    """Versions that can be rebuilt from its own memory without the snapshots in `leaving`."""
     snapshots: tuple[Version, ...] = ()
-    """Sealed in its own memory."""
+    """Snapshots sealed in its own memory."""
     leaving: tuple[Version, ...] = ()
-    """Those of them that go as soon as the coordinator has this."""
+    """The part of `snapshots` that is freed once the coordinator has accepted this report."""
     unfinished: tuple[Version, ...] = ()
     """Snapshots being written or sealed."""
     unfinished_deltas: tuple[Version, ...] = ()
     reached: Version | None = None
-    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does
-    not hold."""
+    """The newest snapshot that it captured or skipped.
+    It will never contribute to an older one that it does not hold."""
     copied: tuple[Span, ...] = ()
-    """What can be rebuilt at each of its holders, from what they acknowledged."""
+    """Versions that can be rebuilt at each of its holders, from what they acknowledged."""
     copied_snapshots: tuple[Version, ...] = ()
-    """Acknowledged by all its holders."""
+    """Snapshots acknowledged by all its holders."""
 
 
 @dataclass(frozen=True)
 class HeldCopies:
-    """What a holder keeps of another worker's rank, or as a parity block of several."""
+    """The copies that a holder keeps of another worker's rank, or of several as parity blocks."""
 
     snapshots: tuple[Version, ...] = ()
     versions: tuple[Span, ...] = ()
-    """What can be rebuilt from it."""
+    """Versions that can be rebuilt from them."""
 
 
 class Shared(Generic[T]):
-    """One object for all who say the same: equal only to itself."""
+    """A decoded value that all equal reports share. Equal only to itself."""
 
     def __init__(self, text: bytes, value: T, wrong: str = "", many: int = 0) -> None:
         self.text, self.value, self.wrong, self.many = text, value, wrong, many
-        """As it is written; what it says; why it cannot be true, as a clause; how many versions it names."""
+        """The JSON, its value, why it cannot be true (a clause), and the number of versions in it."""
         self._shapes: dict[tuple[bool, tuple[Version, ...]], RankShape] = {}
 
     def shape(self: Shared[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankShape:
-        """Of ranks that have this."""
+        """Returns the shape of ranks with these holdings."""
         found = self._shapes.get((guarded, uploaded))
         if found is None:
             found = self._shapes[guarded, uploaded] = RankShape(self, guarded, uploaded)
@@ -74,68 +74,68 @@ class RankShape:
 
     held: Shared[RankHoldings]
     guarded: bool
-    """Somebody keeps copies or parity of it."""
+    """True if other workers keep copies or parity of it."""
     uploaded: tuple[Version, ...]
 
 
 CopyGroup = tuple[tuple[tuple[int, ...], ...], Shared[HeldCopies]]
-"""Of which ranks, one or together, this is kept."""
+"""Ranks (each alone, or several coded together), and the copies kept of each."""
 
 
 @dataclass(frozen=True)
 class WorkerHead:
-    """A worker, and how it stands."""
+    """The identity and state of a worker."""
 
     job_uid: str
     attempt: int
     worker: int
     placement: str = ""
-    """Of the directive that the sidecar followed when it gathered this."""
+    """The placement of the directive that the sidecar followed when it gathered this report."""
     final: bool = False
-    """The job is over, and nothing will be added to what is said here."""
+    """True if the job is over and nothing will be added to this report."""
     done: bool = False
-    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word.
-    """
+    """True if it is final and nothing here could still be uploaded.
+    This sidecar may end without another report."""
 
 
 @dataclass(frozen=True)
 class RankOwn:
-    """What is of one rank alone, and seldom changes."""
+    """The facts that concern one rank alone, which seldom change."""
 
     rank: int
     holders: tuple[int, ...] = ()
     """Workers that keep its copies or its parity."""
     uploaded: tuple[RankArtifact, ...] = ()
-    """In the remote tier, for the version that the coordinator asked for."""
+    """Artifacts in the remote tier, of the version that the coordinator asked for."""
     needs: Needs | None = None
-    """None: it has not said yet."""
+    """The sizes of its artifacts; None until it has reserved slots."""
 
 
 @dataclass(frozen=True)
 class WorkerWord:
-    """All that a worker says. Never changed once made."""
+    """The complete report of a worker. Never changed once made."""
 
     head: WorkerHead
     own: Mapping[int, RankOwn]
     shapes: Mapping[int, RankShape]
-    """Of the same ranks."""
+    """The shapes of the same ranks."""
     copies: tuple[CopyGroup, ...]
 
 
 class Tally:
-    """Not thread-safe."""
+    """Holds the newest reports of all workers, and counts equal ones. Not thread-safe."""
 
     def __init__(self) -> None:
         self._shapes: dict[RankShape, int] = {}
-        """With how many ranks have each; nobody's are left out when they are looked at."""
+        """The number of ranks of each shape. Reading `shapes` removes those without any."""
         self._ranks: dict[int, RankShape] = {}
         self._copies: dict[int, tuple[CopyGroup, ...]] = {}
         self._kept: Counter[Shared[HeldCopies]] = Counter()
         self._complete = 0
-        """So many ranks, from 0 on, are known, if not more."""
+        """All ranks below this number are known."""
 
     def put(self, word: WorkerWord) -> None:
-        """Its worker has said this. Ranks that it does not name stay as they were."""
+        """Replaces the report of its worker. Ranks that it does not name stay as they were."""
         ranks, shapes = self._ranks, self._shapes
         for rank, shape in word.shapes.items():
             before = ranks.get(rank)
@@ -161,28 +161,28 @@ class Tally:
 
     @property
     def ranks(self) -> Mapping[int, RankShape]:
-        """All that are known."""
+        """Returns the shape of each known rank."""
         return self._ranks
 
     @property
     def shapes(self) -> list[RankShape]:
-        """How ranks differ."""
+        """Returns the different shapes of all ranks."""
         self._shapes = {shape: count for shape, count in self._shapes.items() if count}
         return list(self._shapes)
 
     @property
     def copies(self) -> Iterable[HeldCopies]:
-        """How copies differ."""
+        """Returns the different copies that workers keep."""
         return (shared.value for shared in self._kept)
 
     def has_all(self, world_size: int) -> bool:
-        """Whether every rank of the job is known."""
+        """Returns whether every rank of the job is known."""
         if self._complete < world_size and len(self._ranks) >= world_size:
             self._complete = world_size if all(map(self._ranks.__contains__, range(world_size))) else 0
         return self._complete >= world_size
 
     def all_have_copies(self, shapes: Collection[RankShape], enough: Callable[[HeldCopies], bool]) -> bool:
-        """Whether for every rank of these shapes somebody keeps `enough`."""
+        """Returns whether some worker keeps `enough` of every rank of these shapes."""
         if not shapes:
             return True
         these, good = set(shapes), {shared for shared in self._kept if enough(shared.value)}
@@ -197,7 +197,7 @@ class Tally:
         return all(rank in found for rank, shape in self._ranks.items() if shape in these)
 
     def kept_of_each(self, shapes: Collection[RankShape]) -> set[frozenset[Shared[HeldCopies]]]:
-        """What is kept of each rank of these shapes; equal sets once."""
+        """Returns the copies kept of each rank of these shapes; equal sets once."""
         found: dict[int, frozenset[Shared[HeldCopies]]] = {}
         nothing: frozenset[Shared[HeldCopies]] = frozenset()
         for groups in self._copies.values():
@@ -210,18 +210,18 @@ class Tally:
 
 
 _MOST_VERSIONS = 20_000
-"""Versions in all spans of a report, for each rank of a worker. There are some hundreds."""
+"""The limit of versions in all spans of a report, per rank of a worker. Some hundreds are usual."""
 _MOST_NAMED = 256
-"""Versions that are named one by one, of one rank: as many as slots. Everybody may be told of them."""
+"""The limit of versions named one by one for a rank: one per slot. All sidecars may be sent them."""
 _MOST_RANKS = 2**24
 _MOST = 2**53
-"""Of steps, attempts and bytes."""
+"""The limit of steps, attempts and bytes."""
 _NO_VERSIONS = "it names versions that cannot be"
 
 
 def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
-    """Why the word cannot be true, as a clause; empty if it can. To `base`, in the same attempt, there was
-    none."""
+    """Returns why the report cannot be true, as a clause; empty if it can.
+    `base`, of the same attempt, is valid, so what it shares with the report is not checked again."""
     procs, head = directive.procs_per_worker, word.head
     if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
@@ -230,7 +230,7 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
         if wrong:
             return wrong
     shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
-    # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
+    # Copies may be of ranks that the job had before it became smaller: it continues from those.
     copies = word.copies if base is None or base.copies is not word.copies else ()
     if any(not 0 <= rank < _MOST_RANKS for of, _ in copies for ranks in of for rank in ranks):
         return "it keeps copies of ranks that there cannot be"
@@ -262,19 +262,19 @@ def _senseless(word: WorkerWord, own: range, base: WorkerWord | None) -> str:
 
 
 def objection_to_holdings(held: RankHoldings | HeldCopies) -> str:
-    """Why these cannot be anybody's, as a clause; empty if they can."""
+    """Returns why no rank can have these holdings, as a clause; empty if one can."""
     named = _named(held)
     if len(named) > _MOST_NAMED:
         return f"it names {len(named)} versions"
     if not all(map(_is_sound, named)):
         return _NO_VERSIONS
-    # Spans are short words for many versions, each of which costs room where they are compared.
+    # A short span may stand for many versions, each of which costs memory where they are compared.
     ends = any(not 0 <= span.first <= span.last < _MOST for span in _spans(held))
     return "it has spans that end before they begin" if ends else ""
 
 
 def many_versions(held: RankHoldings | HeldCopies) -> int:
-    """Versions in all spans."""
+    """Returns the number of versions in all spans."""
     return sum(span.last - span.first + 1 for span in _spans(held))
 
 

@@ -1,8 +1,8 @@
-"""A sidecar's connection to the coordinator: one, kept, both ways, over TLS.
+"""Connects a sidecar to the coordinator: one lasting connection, both ways, over TLS.
 
 It begins as a request of the control API that asks for another protocol, so port, certificate and token are
 the same. From then on each message is its length in four bytes, and JSON. That costs the coordinator a
-fraction of a request, and it can tell everybody the same bytes.
+fraction of a request, and it can send the same bytes to all sidecars.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from tiercheck_sidecar.versions.words import TierAnswer
 PATH, PROTOCOL = "/v1/tiers", "tiercheck-tiers"
 _LENGTH = 4
 _MOST = 4 * 1024 * 1024
-"""Bytes of a message."""
+"""Bytes of the longest message."""
 _MOST_AT_ONCE = 1024 * 1024
-"""Bytes that are read before what is among them is looked at."""
+"""Bytes that are read before the messages in them are handled."""
 _LONGEST_HEAD = 4096
 _PATIENCE = 3.0
 """Seconds for an answer."""
 _MOST_LATE = 5
-"""Times that `_PATIENCE` ends before an answer comes; then a new connection is made."""
+"""The number of times `_PATIENCE` may pass without an answer, before a new connection is made."""
 _CONNECT_PATIENCE = 10.0
-"""Seconds for a connection: when a coordinator is new, all come at once."""
+"""Seconds for a connection: all sidecars connect to a new coordinator at once."""
 
 
 class CallFailed(Exception):
-    """No answer, or a refusal; the message is a sentence."""
+    """A call with no answer or a refusal; the message is a sentence."""
 
     def __init__(self, message: str, how: Break | None = None) -> None:
-        """`how`: why there was no answer; None: there was one."""
+        """Keeps in `how` why there was no answer; None: there was one."""
         super().__init__(message)
         self.how = how
 
 
 class AnswerLate(CallFailed):
-    """It has not come in time, and the connection lives. To say it all again would cost a busy coordinator
-    more than to wait."""
+    """An answer that has not come in time, on a connection that works.
+    A repeated full report would cost a busy coordinator more than waiting."""
 
 
 class Messages:
-    """What comes, in pieces of any size, as messages."""
+    """Splits what is received, in pieces of any size, into messages."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Those that are complete now. Raises Malformed."""
+        """Returns the messages that are complete with this piece. Raises Malformed."""
         rest, found, at = self._rest, [], 0
         rest += piece
         while len(rest) - at >= _LENGTH:
@@ -76,17 +76,17 @@ class Messages:
 
 
 def framed(text: bytes) -> bytes:
-    """One message."""
+    """Returns a message with its length in front."""
     return len(text).to_bytes(_LENGTH, "big") + text
 
 
 class TierLine:
-    """`tell` is called by one thread; another one hears what comes. Connects when it is needed."""
+    """Calls the coordinator, and connects when needed. One thread sends, another one receives."""
 
     def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
-        """`heard`: verdicts that come on their own."""
+        """The callback receives the verdicts that are no answers."""
         self.host = host
-        """Its address (`protocol.address`)."""
+        """The coordinator's address (`protocol.names.endpoint`)."""
         self._config, self._heard = config, heard
         self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
         self._lock = threading.Lock()
@@ -98,7 +98,8 @@ class TierLine:
         self._asked = self._late = 0
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
-        """The answer to the news of that number. Raises CallFailed; AnswerLate if `wait` may bring it yet."""
+        """Sends the update `number`, and returns the answer.
+        Raises CallFailed; AnswerLate if `wait` may still return the answer."""
         try:
             connection = self._socket or self._connect()
             with self._lock:
@@ -109,7 +110,7 @@ class TierLine:
         return self.wait()
 
     def wait(self) -> TierAnswer:
-        """The answer to what was told last. Raises as `tell`."""
+        """Returns the answer to the last update. Raises CallFailed, AnswerLate."""
         with self._answered:
             self._answered.wait_for(lambda: self._answer or self._failure, _PATIENCE)
             answer, failure = self._answer, self._failure
@@ -129,7 +130,7 @@ class TierLine:
 
     @property
     def is_open(self) -> bool:
-        """Whether what was told before still counts as the base of a difference."""
+        """Returns whether earlier reports still count as the base of a difference."""
         return self._socket is not None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells the coordinator what this worker's ranks have where, and takes its verdict home."""
+"""Reports to the coordinator what this worker's ranks have where, and follows its verdicts."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ from tiercheck_sidecar.versions.words import (
 log = logging.getLogger(__name__)
 
 _MOMENT = 0.05
-"""Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one
-message carries them."""
+"""Seconds. Batches a burst of changes (slot, seal, acknowledgement) into one message."""
 
 Acknowledged = Callable[[Directive], Sequence[tuple[int, Mapping[int, MemoryStock]]]]
-"""Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has
-acknowledged in that attempt, by own rank."""
+"""Returns the worker of each holder of copies or parity, and what that has acknowledged by own rank.
+Holders and attempt are those of the directive."""
 
 Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
-"""A rank's upload of the version that the verdict wants, if it is done."""
+"""Returns a rank's upload of the version that the verdict names, if it is done."""
 
 
 class TierClient:
-    """One thread."""
+    """Reports to the coordinator from one thread."""
 
     def __init__(
         self, state: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
@@ -53,17 +52,17 @@ class TierClient:
         self._line: TierLine | None = None
         self._vocabulary = Vocabulary()
         self._base: WorkerWord | None = None
-        """The last word that the coordinator took on this connection, and its number."""
+        """The last report that the coordinator accepted on this connection, and its number."""
         self._number = 0
         self._unanswered: WorkerWord | None = None
-        """The word that was said last, if its answer may come yet."""
+        """The last report that was sent, while its answer may still come."""
         self._following = threading.Lock()
         self._verdict: TierVerdict | None = None
         self._upload: Version | None = None
         self._received: tuple[int, ...] = ()
-        """What the coordinator said last: the verdict of all, and what of this worker is on record."""
+        """The newest verdict, and for this worker the upload and the own ranks of it on record."""
         self._taken: WorkerWord | None = None
-        """The last that the coordinator took."""
+        """The last report that the coordinator accepted; None after a failed call."""
         self._failing_since: float | None = None
 
     def run(self) -> None:
@@ -90,7 +89,7 @@ class TierClient:
             self._state.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:
-        """How things stand at the end of the job."""
+        """Returns the state of this worker at the end of the job."""
         since, verdict, taken = self._failing_since, self._state.verdict, self._taken
         unanswered = None if since is None else time.monotonic() - since
         directive = self._state.directive
@@ -104,8 +103,8 @@ class TierClient:
         )
 
     def gather(self, directive: Directive) -> WorkerWord:
-        """The order matters: a version moves from reached to unfinished to local, and must not be missed in
-        between."""
+        """Returns the current report.
+        It reads in the order in which versions move (reached, unfinished, local), so that none is missed."""
         with self._state.lock:
             reached, verdict = dict(self._state.reached), self._state.verdict
             leaving = self._state.report_leaving()
@@ -142,7 +141,7 @@ class TierClient:
         return self._vocabulary.word(head, ranks, copies)
 
     def _look(self, directive: Directive) -> tuple[WorkerHead, set[Artifact], dict[Where, MemoryStock]]:
-        """How this worker stands, what is being written, and what is accepted of all that lies here."""
+        """Returns this worker's state, what is being written, and what is accepted in each place."""
         with self._state.lock:
             trainer, ending = self._state.trainer.report.state, self._state.ending
             stored = self._state.remote.versions
@@ -166,8 +165,8 @@ class TierClient:
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, word: WorkerWord) -> bool:
-        # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes
-        # knows.
+        # At the end the controller may name no coordinator, because its pod has ended according to
+        # Kubernetes.
         host = directive.coordinator.host or (self._line.host if self._line else "")
         if not host:
             self._saw(directive, Break.REFUSED)
@@ -192,7 +191,7 @@ class TierClient:
         return True
 
     def _say(self, line: TierLine, word: WorkerWord) -> None:
-        """Raises CallFailed."""
+        """Sends a difference, or the full report if that is required. Raises CallFailed."""
         if not line.is_open:
             self._base = self._unanswered = None
         if self._unanswered is not None:
@@ -208,7 +207,7 @@ class TierClient:
             raise CallFailed(f"{line.host}: {answer.refused}")
 
     def _settle(self, answer: TierAnswer) -> TierAnswer:
-        """What was said last is answered."""
+        """Records the answer to the last report."""
         said, self._unanswered = self._unanswered, None
         self._base = None if answer.refused else said
         if not answer.refused:
@@ -216,7 +215,7 @@ class TierClient:
         return answer
 
     def _follow(self, answer: TierAnswer) -> None:
-        """What the coordinator says, answer or not. Any thread."""
+        """Follows a message of the coordinator, answer or not. Called from any thread."""
         with self._following:
             if answer.verdict is not None:
                 self._verdict = answer.verdict
@@ -229,7 +228,8 @@ class TierClient:
             self._state.follow(verdict if same else dataclasses.replace(verdict, received=mine))
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
-        """Nobody sends heartbeats to the coordinator, which would get too many of them: this call is one."""
+        """Records the outcome of a call, which counts as a heartbeat.
+        The coordinator gets no others, because they would be too many."""
         self._failing_since = None if how is None else self._failing_since or time.monotonic()
         if directive.coordinator.worker == self._state.config.worker:
             return
@@ -246,9 +246,8 @@ def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
 def _at_holders(
     directive: Directive, acknowledged: Sequence[tuple[int, Mapping[int, MemoryStock]]], rank: int
 ) -> list[MemoryStock]:
-    """What each holder has, but for parity what all have: several blocks are worth something together
-    only.
-    """
+    """Returns the stock of each holder; for parity, one stock that all holders have.
+    Several blocks are useful only together."""
     stocks = [here.get(rank, NOTHING) for _, here in acknowledged]
     if directive.parity is not None and stocks:
         stocks = [

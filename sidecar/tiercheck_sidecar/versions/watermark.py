@@ -1,14 +1,14 @@
-"""Which versions are complete where, and when a sidecar may go: the rules, as arithmetic on sets.
+"""Computes which versions are complete and when a sidecar may end, by set arithmetic alone.
 
 Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold
-disjoint sets for ever, and holders different halves of two versions. So the coordinator names one snapshot at
+disjoint sets forever, and holders different halves of two versions. So the coordinator names one snapshot at
 a time for all ranks to copy: the newest that every rank has sealed. Deltas need no naming: every step has
-one, and a version is complete where it can be rebuilt from what every rank has. What may be forgotten for it
-is decided in `reclaim.py`.
+one, and a version is complete where it can be rebuilt from what every rank has. What may be freed for it is
+decided in `reclaim.py`.
 
 At the end of a job Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and
-seconds apart. The coordinator writes the manifest: it stays until no worker can add anything, and then tells
-all. Nobody waits for one that has gone already.
+seconds apart. The coordinator writes the manifest: it stays until no worker can add anything, and then
+notifies all others. No sidecar waits for one that has ended.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
 
 @dataclass(frozen=True)
 class TierStanding:
-    """Of one attempt: the newest versions once found complete. They only rise, so a sidecar that restarts and
-    has to gather its acknowledgements again never makes a complete version look abandoned.
+    """The newest versions found complete in one attempt.
+
+    They only rise, so a sidecar that restarts and has to gather its acknowledgements again never makes a
+    complete version look abandoned.
     """
 
     local: Version | None = None
     peer: Version | None = None
     snapshot: Version | None = None
-    """Of which every rank holds a whole snapshot in its own memory."""
+    """The newest version of which every rank holds a whole snapshot in its own memory."""
     anchor: Version | None = None
-    """Of which all holders of every rank have the snapshot, or without holders every rank."""
+    """The newest snapshot that all holders of every rank have, or without holders every rank."""
     copy: Version | None = None
-    """What is being brought to the holders; kept until all have it or some rank no longer can."""
+    """The snapshot being copied to the holders, until all have it or some rank cannot copy it any more."""
     backed: Version | None = None
-    """As of the verdict."""
+    """The same as `TierVerdict.backed`."""
 
 
 def judge(
     world_size: int, tally: Tally, history: History, before: TierStanding, prove_steps: int = 0
 ) -> tuple[TierStanding, TierVerdict]:
-    """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not
-    decided here). Until every rank has been heard, what was found before stands.
+    """Computes watermarks, floor, abandoned snapshots and the snapshot to copy.
+
+    `remote`, `upload` and `cadence` are not decided here. Until every rank has reported, `before` stands.
     """
     shapes = tally.shapes
     if not tally.has_all(world_size):
@@ -90,8 +93,8 @@ def _next_copy(
     if not guarded or snapshot is None:
         return None
     if anchor is not None and snapshot <= anchor:
-        # A sidecar that restarted no longer knows what its holders have, and deltas need a snapshot to follow
-        # there.
+        # A restarted sidecar has no record of what its holders have, and deltas there need a snapshot to
+        # follow.
         unsure = any(not any(run.last >= snapshot.step for run in tiers.copied) for tiers in guarded)
         return snapshot if unsure else None
     in_time = current is not None and (anchor is None or current > anchor)
@@ -101,13 +104,12 @@ def _next_copy(
 
 
 def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[Version, ...]:
-    """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before
-    their turn.
+    """Returns snapshots that some rank passed without keeping, or that a newer complete one overtook.
 
-    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are
-    for. Unless none of them has it either: then nobody can be brought to it, and it would only keep a slot
-    from the next one. Copies count as known: their owner may have freed the snapshot long ago, and a holder
-    that missed that word would otherwise keep them, and refuse newer ones, for ever.
+    Never what was once found complete: the other tiers exist for a rank that lost its own memory of that. The
+    exception is a snapshot that they lack as well: no rank can be restored to it, and it would only take a
+    slot from the next one. Copies count as known: their owner may have freed the snapshot long ago, and a
+    holder that missed that update would otherwise keep them, and refuse newer ones, forever.
     """
     every = [shape.held.value for shape in tally.shapes]
     known = {version for tiers in every for version in (*tiers.snapshots, *tiers.unfinished)}
@@ -132,9 +134,10 @@ def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[
 
 
 def _backed(tally: Tally, history: History, before: Version | None) -> Version | None:
-    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now:
-    what an earlier attempt completed stays until this one has done as much. Once named it stays: a holder
-    that still follows the verdict of before may give a newer one up, and an older one by the next.
+    """Returns the newest version that can be rebuilt for every rank from a holder, even a former one.
+
+    What an earlier attempt completed stays until this one has completed as much. Once named it stays: a
+    holder that still follows the verdict before may free a newer one, and an older one by the next verdict.
     """
     each = tally.kept_of_each([shape for shape in tally.shapes if shape.guarded])
     runs = ([run for shared in kept for run in shared.value.versions] for kept in each)
@@ -144,13 +147,13 @@ def _backed(tally: Tally, history: History, before: Version | None) -> Version |
 
 
 def _is_lost(version: Version | None, tally: Tally) -> bool:
-    """Whether some rank can be brought to it neither by its own memory nor by anybody's copy."""
+    """Returns whether some rank can restore it neither from its own memory nor from any copy."""
     if version is None:
         return False
     lacking = [
         shape
         for shape in tally.shapes
-        # What it may keep after all is left out of what it says.
+        # Its report leaves out what it may keep after all.
         if not shape.held.value.leaving
         and not _leads((*shape.held.value.local, *shape.held.value.copied), version)
     ]
@@ -158,14 +161,13 @@ def _is_lost(version: Version | None, tally: Tally) -> bool:
 
 
 def _leads(runs: Iterable[Span], version: Version) -> bool:
-    """Whether one of these runs of versions has it."""
+    """Returns whether one of these runs contains the version."""
     return any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in runs)
 
 
 def _passed(tiers: RankHoldings, version: Version, complete: Version | None) -> bool:
-    """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or
-    it would be announced at the moment when a rank that rests on the snapshot frees it.
-    """
+    """Returns whether the snapshot cannot become common, nor this rank's deltas complete the version.
+    Otherwise it could be announced at the moment when a rank that rests on the snapshot frees it."""
     if version in tiers.snapshots or version in tiers.unfinished or tiers.reached is None:
         return False
     if complete is not None and version <= complete:
@@ -173,7 +175,7 @@ def _passed(tiers: RankHoldings, version: Version, complete: Version | None) -> 
     if _leads(tiers.local, version) or any(each <= version for each in tiers.unfinished_deltas):
         return False
     if any(each <= version for each in tiers.leaving):
-        return False  # what rests on these is left out of what it says, and it may keep them after all
+        return False  # its report leaves out what rests on these, and it may keep them after all
     if any(run.last == version.step - 1 for run in tiers.local):
         return tiers.reached > version  # the delta of that very step may be yet to come
     return tiers.reached >= version
@@ -189,11 +191,11 @@ def next_upload(
     current: Version | None,
     finishing: bool,
 ) -> Version | None:
-    """The snapshot that every rank should bring to the remote tier now; None: nothing is owed.
+    """Returns the snapshot that every rank should upload; None if no upload is due.
 
-    One at a time: `current`, once chosen, is kept until it is stored or some rank no longer has it. A
-    snapshot is owed when the newest complete one lies in a later interval of `every` steps than the newest
-    stored one, and at the end of the job whenever it is newer at all.
+    One at a time: `current`, once chosen, is kept until it is stored, some rank lacks it, or at the end a
+    newer one is complete. An upload is due when the newest complete snapshot lies in a later interval of
+    `every` steps than the newest stored one, and at the end of the job whenever it is newer at all.
     """
     stored_last = max((version for version in stored if history.accepts(version)), default=None)
     if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):
@@ -208,7 +210,7 @@ def next_upload(
 
 
 def can_upload(shape: RankShape, version: Version) -> bool:
-    """Or has done so."""
+    """Returns whether the rank can upload the version or has done so."""
     return version in shape.held.value.snapshots or version in shape.uploaded
 
 
@@ -229,28 +231,27 @@ def _later(one: Version | None, other: Version | None) -> Version | None:
 
 
 GONE = 10.0
-"""Seconds without a word after which the other side counts as gone. A container that is started anew is back
-before."""
+"""Seconds of silence after which the other side counts as gone. A restarted container is back sooner."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """What a sidecar knows when its job is over."""
+    """The state of a sidecar when its job is over."""
 
     final: bool
-    """Nothing will be added to what it holds."""
+    """True if nothing will be added to what it holds."""
     done: bool
-    """Everything that it holds is in the remote tier, or older than what is."""
+    """True if everything that it holds is in the remote tier, or older than what is."""
     told: bool
-    """The coordinator knows that it is done."""
+    """True if the coordinator has accepted a report that it is done."""
     over: bool
-    """The coordinator says that nothing more is to come."""
+    """True if the coordinator has announced that no more uploads will come."""
     unanswered: float | None
     """Seconds since the coordinator first gave no answer; None: it answered last time."""
 
 
 def may_go(end: WorkerEnd) -> bool:
-    """Whether a worker that is not the coordinator may end."""
+    """Returns whether a worker that is not the coordinator may end."""
     if not end.final:
         return False
     if end.over or (end.unanswered is not None and end.unanswered >= GONE):
@@ -261,8 +262,8 @@ def may_go(end: WorkerEnd) -> bool:
 def is_final(
     directive: Directive, trainer: TrainerState, asked_to_end: bool, unfinished: Collection[object]
 ) -> bool:
-    """Whether nothing will be added to what this worker holds. `asked_to_end`: a sidecar is, only after its
-    trainer."""
+    """Returns whether nothing will be added to what this worker holds.
+    `asked_to_end`: a sidecar is asked to only after its trainer has ended."""
     return (
         directive.phase is Phase.FINISH
         and (asked_to_end or trainer is not TrainerState.RUNNING)
@@ -271,21 +272,22 @@ def is_final(
 
 
 def owes_nothing(own: Collection[Version | None], stored: Version | None) -> bool:
-    """Whether no version newer than `stored` can be uploaded with what is here. `own`: each rank's newest
-    snapshot."""
+    """Returns whether no version newer than `stored` can be uploaded with what is here.
+    `own`: each rank's newest snapshot."""
     return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own
 
 
 def workers_present(quiet: Mapping[int, float], interval: float) -> set[int]:
-    """Workers that are there. `quiet`: seconds since each was heard; `interval`: between two words of one."""
+    """Returns the workers that are present.
+    `quiet`: seconds since the last report of each; `interval`: between two reports of one."""
     return {worker for worker, seconds in quiet.items() if seconds < max(GONE, 3 * interval)}
 
 
 def is_hopeless(
     upload: Version, world: int, ranks: Mapping[int, RankShape], uploaded: Collection[int]
 ) -> bool:
-    """Whether some rank will never bring `upload`, when nobody adds anything any more. `ranks`: of workers
-    that are there."""
+    """Returns whether some rank will never upload `upload` if no worker adds anything.
+    `ranks`: those of present workers."""
     return any(
         rank not in uploaded and (rank not in ranks or not can_upload(ranks[rank], upload))
         for rank in range(world)

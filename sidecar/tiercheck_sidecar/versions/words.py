@@ -1,8 +1,8 @@
-"""What a worker tells the coordinator: all of it once, and then only what changed.
+"""Encodes a worker's report to the coordinator: all of it once, and then only what changed.
 
-A word is complete; on the wire goes the difference to the one before, on the same connection, that the
-coordinator has taken. On any doubt of either side the next one is whole. Holdings that several ranks have in
-common are written once, and who has read their text before does not decode it again.
+Each connection sends a full report first and then only the differences to the last one that the coordinator
+has accepted. If either side is unsure, the next report is full again. Holdings that several ranks have in
+common are written once, and a text that was decoded before is not decoded again.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ T = TypeVar("T", RankHoldings, HeldCopies)
 
 _SOONEST, _LATEST = 0.05, 0.5
 _WORKERS_PER_SECOND = 1000
-"""How many may speak per second, while that lets nobody wait for longer than `_LATEST`."""
+"""Workers that may report per second, unless one would wait for longer than `_LATEST`."""
 
 
 def pace(workers: int) -> float:
-    """The least seconds between two messages of one sidecar to the coordinator."""
+    """Returns the minimum of seconds between two messages of one sidecar to the coordinator."""
     return min(_LATEST, max(_SOONEST, workers / _WORKERS_PER_SECOND))
 
 
 def patience(workers: int) -> float:
-    """The same if only uploads are new: ranks finish theirs one by one, and the last one counts."""
+    """Returns the same if only uploads are new: ranks finish them one by one, and the last one counts."""
     return max(_SOONEST, workers / _WORKERS_PER_SECOND)
 
 
 def heartbeat(workers: int) -> float:
-    """The most seconds between two messages, when there is no news."""
+    """Returns the maximum of seconds between two messages when nothing changes."""
     return max(1.0, workers / _WORKERS_PER_SECOND)
 
 
 @dataclass(frozen=True)
 class HoldingsOf:
-    """What these ranks have."""
+    """Ranks that have the same holdings."""
 
     ranks: tuple[int, ...]
     held: Raw
@@ -61,7 +61,7 @@ class HoldingsOf:
 
 @dataclass(frozen=True)
 class CopiesOf:
-    """What is kept of these, each of a rank or of several together."""
+    """Ranks (each alone, or several coded together) of which the same copies are kept."""
 
     of: tuple[tuple[int, ...], ...]
     kept: Raw
@@ -69,7 +69,7 @@ class CopiesOf:
 
 @dataclass(frozen=True)
 class UploadedOf:
-    """What a rank has in the remote tier, where nothing else of what is its alone has changed."""
+    """A rank's artifacts in the remote tier, if nothing else in its `RankOwn` has changed."""
 
     rank: int
     uploaded: tuple[RankArtifact, ...]
@@ -77,52 +77,52 @@ class UploadedOf:
 
 @dataclass(frozen=True)
 class TierNews:
-    """What changed. Ranks that are not named are as they were."""
+    """The changes since another report. Ranks that are not named are as they were."""
 
     number: int
-    """Of this message on its connection, from 1 on."""
+    """The number of this message on its connection, from 1 on."""
     base: int = 0
-    """Number of the one that it is the difference to; 0: it is whole."""
+    """The number of the message that this is the difference to; 0: it is full."""
     head: WorkerHead | None = None
-    """None: as it was."""
+    """The head of the report; None if unchanged."""
     ranks: tuple[HoldingsOf, ...] = ()
     own: tuple[RankOwn, ...] = ()
     uploaded: tuple[UploadedOf, ...] = ()
-    """Of ranks that are not in `own`."""
+    """Uploads of ranks that are not in `own`."""
     copies: tuple[CopiesOf, ...] | None = None
-    """All of them; None: as they were."""
+    """All copies; None if unchanged."""
 
 
 @dataclass(frozen=True)
 class TierAnswer:
-    """From the coordinator to one sidecar, whether or not that has just said something."""
+    """A message from the coordinator to one sidecar, as an answer or unasked."""
 
     to: int = 0
-    """Number of the news that this answers; 0: none."""
+    """The number of the update that this answers; 0: none."""
     refused: str = ""
-    """Why they were not taken: a sentence; empty if they were."""
+    """The reason of a refusal, as a sentence; empty if the update was accepted."""
     whole: bool = False
-    """They were not understood: the whole is wanted."""
+    """True if the update was not understood, and a full report is required."""
     verdict: TierVerdict | None = None
-    """None: as it was. Names no ranks in `received`."""
+    """The new verdict, without ranks in `received`; None if unchanged."""
     upload: Version | None = None
     received: tuple[int, ...] = ()
-    """The worker's own ranks whose upload of that version the coordinator has on record."""
+    """The worker's own ranks that have an upload of that version on record."""
 
 
 class DoubtfulNews(Exception):
-    """The difference cannot be applied: the whole is wanted."""
+    """A difference that cannot be applied; a full report is required."""
 
 
 class _Texts(Generic[T]):
-    """Each text is decoded once, as long as anybody needs what it says."""
+    """Decodes each text once, as long as its value is in use."""
 
     def __init__(self, kind: type[T]) -> None:
         self._kind: type[T] = kind
         self._known: weakref.WeakValueDictionary[bytes, Shared[T]] = weakref.WeakValueDictionary()
 
     def read(self, text: bytes) -> Shared[T]:
-        """Raises Malformed."""
+        """Returns the value of a text. Raises Malformed."""
         return self._known.get(text) or self._add(text, decode(text, self._kind))
 
     def write(self, value: T) -> Shared[T]:
@@ -136,7 +136,7 @@ class _Texts(Generic[T]):
 
 
 class Vocabulary:
-    """Makes words of which equal parts are one object. Used by one thread, or under a lock."""
+    """Builds reports that share equal parts. Used by one thread, or under a lock."""
 
     def __init__(self) -> None:
         self._held, self._kept = _Texts(RankHoldings), _Texts(HeldCopies)
@@ -147,7 +147,8 @@ class Vocabulary:
         ranks: Iterable[tuple[RankOwn, RankHoldings]],
         copies: Iterable[tuple[tuple[int, ...], HeldCopies]] = (),
     ) -> WorkerWord:
-        """`copies`: what is kept here of other workers' ranks, each of a rank or of several together."""
+        """Returns a report.
+        `copies`: those kept here of other workers' ranks, each of a rank or of several together."""
         own, shapes = {}, {}
         groups: dict[Shared[HeldCopies], list[tuple[int, ...]]] = {}
         for each, held in ranks:
@@ -157,7 +158,7 @@ class Vocabulary:
         return WorkerWord(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
 
     def updated(self, base: WorkerWord | None, news: TierNews) -> WorkerWord:
-        """What the worker says now. Raises DoubtfulNews, Malformed."""
+        """Returns the report after an update. Raises DoubtfulNews, Malformed."""
         head = news.head or (base.head if base else None)
         if head is None:
             raise DoubtfulNews("it does not begin with a whole report")
@@ -188,7 +189,7 @@ class Vocabulary:
 
 
 def _own_now(before: Mapping[int, RankOwn], news: TierNews) -> Mapping[int, RankOwn]:
-    """The same object if nothing is new."""
+    """Returns the facts of each rank after an update; the same object if nothing changed."""
     if not (news.own or news.uploaded):
         return before
     own = {**before, **{each.rank: each for each in news.own}}
@@ -207,12 +208,12 @@ def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
 
 
 def is_urgent(word: WorkerWord, taken: WorkerWord | None) -> bool:
-    """Whether more than uploads is new since the one that was taken."""
+    """Returns whether more than uploads has changed since the last accepted report."""
     return replace(difference(taken, word, 1, 0), uploaded=()) != TierNews(1)
 
 
 def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:
-    """What makes `word` of `base`; the whole, if that is none or of other ranks."""
+    """Returns the update from `base` to `word`; a full report if `base` is None or of other ranks."""
     if base is None or base.own.keys() != word.own.keys():
         base = None
     held: dict[Shared[RankHoldings], list[int]] = {}

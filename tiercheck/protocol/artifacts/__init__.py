@@ -1,1 +1,1 @@
-"""What lies in memory: slots, their tensors, and the pieces of a state."""
+"""Describes the data in memory: slots, their tensors, and the pieces of a state."""

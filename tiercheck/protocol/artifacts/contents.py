@@ -1,7 +1,7 @@
-"""Finds where the parts of each whole tensor of a version lie in the ranks' slots.
+"""Locates the parts of each whole tensor of a version in the ranks' slots.
 
-Pure: made from the beginnings of the slots (header and table of pieces), so nothing of the tensors has to be
-read, or held, before it is wanted.
+It needs only the beginnings of the slots (header and table of pieces), so no tensor data is read or held
+before it is needed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Part, Piece, co
 from tiercheck.protocol.artifacts.slot import ITEM_BYTES, PIECES, PROOF, SlotHeader
 
 FORMAT = "format"
-"""Key of a slot's metadata that says who wrote it; absent: a `Checkpointer`."""
+"""The key of a slot's metadata that names its writer; absent: a `Checkpointer`."""
 DCP = "dcp"
-"""Value of it: a `StorageWriter` of torch.distributed.checkpoint (`tiercheck.dcp`). Also the entry with its
-note, JSON (`tiercheck.trainer.dcp.writer`)."""
+"""Its value for a `StorageWriter` of torch.distributed.checkpoint (`tiercheck.dcp`).
+
+Also the name of the entry with its note, JSON (`tiercheck.trainer.dcp.writer`)."""
 IMPORT = "import"
-"""Value of it: made by `tiercheck import` of what other tools wrote, as one rank's."""
+"""Its value for a checkpoint of another tool that `tiercheck import` converted into one rank's slot."""
 DCP_BYTES = "dcp_bytes"
-"""Entry of such a slot: what is no tensor."""
+"""The entry of a DCP slot for objects that are not tensors."""
 DCP_PREFIX = "dcp/"
-"""Begins the names of its tensors."""
+"""The prefix of the names of a DCP slot's tensors."""
 _OTHER = frozenset({PIECES, PROOF, "user", DCP, DCP_BYTES})
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, row-major in bytes `begin` to `end` of the slot of `rank`."""
+    """A box of a tensor, stored row-major in bytes `begin` to `end` of the slot of `rank`."""
 
     rank: int
     box: Box
@@ -40,7 +41,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """`dtype` is safetensors' spelling. Several chunks may hold the same elements; together they hold all."""
+    """A tensor and its chunks, which together hold all elements, some perhaps more than once.
+
+    `dtype` is in safetensors' notation."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,24 +51,24 @@ class WholeTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns the size in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of an element."""
         return next(
             ((chunk.end - chunk.begin) // chunk.box.count for chunk in self.chunks if chunk.box.count), 1
         )
 
     def reads(self, wanted: Box) -> list[tuple[Chunk, Box]]:
-        """Which boxes to take out of which chunks to fill `wanted`, each element once. Raises NotCovered."""
+        """Returns the chunks and boxes to read to fill `wanted`, each element once. Raises NotCovered."""
         takes = cover(wanted, [(chunk, Piece(self.shape, chunk.box)) for chunk in self.chunks])
         return [(take.source, take.box) for take in takes]
 
 
 def ranges_of(chunk: Chunk, box: Box, itemsize: int) -> list[tuple[int, int]]:
-    """Bytes of the slot in which the elements of `box`, a box inside the chunk, lie, in order."""
+    """Returns the byte ranges of the slot with the elements of `box`, a box inside the chunk, in order."""
     return [
         (chunk.begin + first * itemsize, chunk.begin + last * itemsize)
         for first, last in Part(chunk.box, 0).ranges(box)
@@ -73,16 +76,16 @@ def ranges_of(chunk: Chunk, box: Box, itemsize: int) -> list[tuple[int, int]]:
 
 
 class Incomplete(ValueError):
-    """Parts of a tensor are in no slot, or slots disagree about it; the message names it."""
+    """The error for a tensor that has parts in no slot, or about which slots disagree; names the tensor."""
 
 
 def contents(
     slots: Sequence[tuple[SlotHeader, Mapping[str, Piece]]], names: Sequence[Mapping[str, str]] = ()
 ) -> dict[str, WholeTensor]:
-    """All tensors by name, in the order of rank 0. `names`: for each rank, what an entry is called if not by
-    its own name.
+    """Returns all tensors by name, in the order of rank 0. Raises Incomplete.
 
-    A tensor that is a rank's own affair is that of the lowest rank that has it. Raises Incomplete.
+    `names`: for each rank, the tensor names of entries that differ. A tensor without a piece, which each rank
+    has for itself, is taken from the lowest rank that has it.
     """
     found: dict[str, WholeTensor] = {}
     for rank, (header, pieces) in enumerate(slots):
@@ -113,7 +116,7 @@ def contents(
                 )
                 for part in piece.parts()
             )
-            if not piece.box.count:  # a tensor without elements is somewhere, too
+            if not piece.box.count:  # a tensor without elements needs a chunk, too
                 chunks = (Chunk(rank, piece.box, place.begin, place.begin),)
             if before is None:
                 found[name] = WholeTensor(place.dtype, piece.shape, chunks)
@@ -130,13 +133,15 @@ def contents(
 
 
 def read_proof(written: bytes) -> list[int]:
-    """The checksums of a slot's tensors, in their order, out of its entry PROOF. Raises struct.error."""
+    """Returns the checksums of a slot's tensors, in order, from its PROOF entry. Raises struct.error."""
     return [entry[0] for entry in struct.iter_unpack("<I", written)]
 
 
 def unequal_names(ranks: Iterable[tuple[Mapping[str, Piece], Mapping[str, int]]]) -> list[str]:
-    """The names of tensors of which ranks hold other bits where they should hold the same: the same part of a
-    whole, or each its own under one name. `ranks`: the pieces and checksums of each."""
+    """Returns the names of tensors that should be equal on several ranks and are not.
+
+    Equal should be the same part of a whole, and tensors without a piece under one name. `ranks`: the pieces
+    and checksums of each."""
     seen: dict[tuple[str, Box | None], int] = {}
     found: dict[str, None] = {}
     for pieces, proof in ranks:
@@ -148,7 +153,7 @@ def unequal_names(ranks: Iterable[tuple[Mapping[str, Piece], Mapping[str, int]]]
 
 
 def check_complete(tensors: Mapping[str, WholeTensor]) -> None:
-    """Raises Incomplete unless all elements of all tensors are somewhere."""
+    """Raises Incomplete unless every element of every tensor is in some slot."""
     for name, tensor in tensors.items():
         try:
             tensor.reads(Box.whole(tensor.shape))

@@ -1,11 +1,11 @@
-"""Which part of a tensor a slot holds, and which parts of which slots fill another.
+"""Describes the part of a tensor that a slot holds, and finds the parts that fill another one.
 
-So a state can come back on other ranks. A *box* is a hyperrectangle of a tensor's indices. A rank holds a
-*piece*: a box, or, of a box that its replicas hold as well, a *span*: a range of its elements in row-major
-order. Every span is a few boxes, each of them contiguous in the slot (`Piece.parts`), so all that is left is
-to cut boxes with boxes.
+This lets other ranks restore a state. A *box* is a hyperrectangle of a tensor's indices. A rank holds a
+*piece*: a box, or a *span* of a box that its replicas hold too: a range of its elements in row-major order.
+Every span consists of a few boxes, each contiguous in the slot (`Piece.parts`), so only intersections of
+boxes have to be computed.
 
-A slot says what its tensors are of the whole in JSON, so that anybody who reads safetensors can read it too.
+A slot describes its pieces in JSON, so that any reader of safetensors can read them too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Box:
-    """Indices `offset[d] <= i < offset[d] + shape[d]` of a tensor. A scalar's box has no dimensions."""
+    """The indices `offset[d] <= i < offset[d] + shape[d]` of a tensor. A scalar's box has no dimensions."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -35,16 +35,16 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one index to the next along each dimension, in row-major order."""
+        """Returns the row-major stride of each dimension, in elements."""
         return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
 
     def cut(self, other: Box) -> Box | None:
-        """What both have; None: nothing."""
+        """Returns the intersection; None if it is empty."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m)
@@ -54,7 +54,7 @@ class Box:
         return Box(begin, shape) if all(extent > 0 for extent in shape) else None
 
     def without(self, other: Box) -> list[Box]:
-        """What is left when `other` is taken out, as boxes that do not overlap."""
+        """Returns this box minus `other`, as boxes that do not overlap."""
         common = self.cut(other)
         if common is None:
             return [self]
@@ -72,7 +72,7 @@ class Box:
         return left
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that pick this box out of a tensor that holds `outer`."""
+        """Returns the slices that select this box from a tensor that holds `outer`."""
         return tuple(
             slice(start - base, start - base + extent)
             for start, base, extent in zip(self.offset, outer.offset, self.shape, strict=True)
@@ -81,18 +81,17 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """A box that lies contiguous, in row-major order, `at` elements after the beginning of its piece."""
+    """A box stored contiguously, in row-major order, `at` elements after the beginning of its piece."""
 
     box: Box
     at: int
 
     def ranges(self, wanted: Box, most: int = 4096) -> list[tuple[int, int]]:
-        """Where the elements of `wanted`, a box inside this one, lie: ranges from the piece's beginning, in
-        order.
+        """Returns the element ranges of `wanted`, a box inside this one, in order.
 
-        More than `most` ranges become one that spans them all.
+        They count from the piece's beginning. More than `most` ranges become one that spans them all.
         """
-        solid = len(self.box.shape)  # from this dimension on, `wanted` has all that the box has
+        solid = len(self.box.shape)  # from this dimension on, `wanted` is as wide as the box
         while solid and wanted.shape[solid - 1] == self.box.shape[solid - 1]:
             solid -= 1
         strides = self.box.strides
@@ -120,14 +119,14 @@ def _starts(first: int, shape: Sequence[int], strides: Sequence[int]) -> Iterato
 
 @dataclass(frozen=True)
 class Piece:
-    """What one slot holds of one tensor."""
+    """The part of one tensor that one slot holds."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     box: Box
     """The rank's shard."""
     span: tuple[int, int] | None = None
-    """Of the shard's elements in row-major order, those from the first to before the second; None: all."""
+    """The range of the shard's elements in row-major order, begin to end (exclusive); None: all."""
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Piece:
@@ -135,11 +134,11 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Elements in the slot."""
+        """Returns the number of elements in the slot."""
         return self.box.count if self.span is None else self.span[1] - self.span[0]
 
     def parts(self) -> tuple[Part, ...]:
-        """The piece as boxes; at most 2n - 1 of them for a span of an n-dimensional shard."""
+        """Returns the piece as boxes, at most 2n - 1 for a span of an n-dimensional shard."""
         if self.span is None:
             return (Part(self.box, 0),) if self.box.count else ()
         begin, end = self.span
@@ -147,7 +146,7 @@ class Piece:
 
 
 def _split(box: Box, begin: int, end: int, at: int) -> Iterator[Part]:
-    """Elements begin..end of `box` in row-major order, as boxes."""
+    """Yields elements begin..end of `box` in row-major order, as boxes."""
     if begin == 0 and end == box.count:
         yield Part(box, at)
         return
@@ -181,7 +180,7 @@ def _split(box: Box, begin: int, end: int, at: int) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class Take(Generic[S]):
-    """Read `box` out of `part` of what `source` holds."""
+    """An instruction to read `box` from `part` of the piece that `source` holds."""
 
     source: S
     part: Part
@@ -189,7 +188,7 @@ class Take(Generic[S]):
 
 
 class NotCovered(ValueError):
-    """No source holds `box` of the tensor."""
+    """The error for a `box` of a tensor that no source holds."""
 
     def __init__(self, box: Box) -> None:
         super().__init__(f"nobody holds indices {box.offset} and the {box.shape} from there")
@@ -197,8 +196,7 @@ class NotCovered(ValueError):
 
 
 def cover(wanted: Box, sources: Sequence[tuple[S, Piece]]) -> list[Take[S]]:
-    """How to fill `wanted` from `sources`, each index once, from the first source that has it. Raises
-    NotCovered."""
+    """Returns the reads that fill `wanted`, each index from the first source with it. Raises NotCovered."""
     open_boxes, takes = [wanted] if wanted.count else [], []
     for source, piece in sources:
         for part in piece.parts():
@@ -219,16 +217,13 @@ def cover(wanted: Box, sources: Sequence[tuple[S, Piece]]) -> list[Take[S]]:
 
 
 def fair_span(count: int, index: int, replicas: int, grain: int = 1) -> tuple[int, int]:
-    """The elements that replica `index` of `replicas` saves of `count`: equal shares in multiples of
-    `grain`.
-    """
+    """Returns the elements of `count` that a replica saves: equal shares in multiples of `grain`."""
     share = -(-count // (replicas * grain)) * grain
     return min(index * share, count), min((index + 1) * share, count)
 
 
 def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
-    """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is
-    stored of it."""
+    """Returns JSON by tensor name: the tensor's shape, the shard's offset and extent, and the stored span."""
     table = {
         name: {
             "shape": piece.shape,
@@ -242,7 +237,7 @@ def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
 
 
 def read_pieces(table: bytes) -> dict[str, Piece]:
-    """Inverse of `pieces_table`. Raises Malformed if it is none, or no tensor has such a piece."""
+    """Parses the output of `pieces_table`. Raises Malformed if it is invalid or a piece is impossible."""
     raw = parse_json(table)
     if not isinstance(raw, dict):
         raise Malformed("the table of pieces is no object")

@@ -1,14 +1,13 @@
-"""Reckons how many slots fit into the memory volume, so that every refusal names numbers.
+"""Computes how many slots fit into the memory volume, so that every refusal states numbers.
 
-Known to both sides: the operator refuses a job that cannot fit before it starts, the sidecar lays out what it
-has.
+Both sides use it: the operator refuses a job that cannot fit before it starts, and the sidecar lays out its
+slots.
 
 Three snapshot slots per own rank let a capture start while the committed version is kept and a pending one is
-replicated; two are the least that can replace a committed version without giving it up first. Hosted copies
-and parity blocks need two. Deltas take what is left: two chains and two for every rank, because the next
-snapshot is still on its way to the holders while the chain after the last one grows, and word of what has
-arrived takes a while. With less than a chain and two there would be more gaps than chains, so then there are
-none.
+replicated; two are the minimum to replace a committed version without discarding it first. Hosted copies and
+parity blocks need two. Deltas use the rest: two chains and two more for every rank, because the next snapshot
+is still being sent to the holders while the chain after the last one grows, and acknowledgements take time.
+With less than a chain and two there would be more gaps than chains, so there are none.
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ OWN_SLOTS = 3
 OWN_SLOTS_MIN = 2
 HOSTED_SLOTS = 2
 SPARE_DELTAS = 2
-"""Delta slots beyond whole chains: for what is being written, and what is being acknowledged."""
+"""The delta slots beyond whole chains: one being written, and one being acknowledged."""
 
 SHORTEST_CADENCE = 2
 LONGEST_CADENCE = 32
-"""However small deltas are, a replay of more steps than this costs more time than it saves memory."""
+"""The most steps between snapshots: a longer replay costs more time than the memory saved is worth."""
 
 PAGE = 4096
 _DIGEST, _TAG = 40, 32
-"""Bytes of a seal for each chunk."""
+"""Bytes of a seal per chunk."""
 _CHUNK = 4 * 1024 * 1024
 _SMALLEST = 64 * 1024
 
 
 def auto_cadence(snapshot_bytes: int, delta_bytes: int) -> int:
-    """Steps between snapshots: as many as it takes for deltas to cost what a snapshot costs. 0 if either size
-    is not known or there are no deltas.
-    """
+    """Returns the steps between snapshots at which the deltas are as large as a snapshot.
+
+    0 if either size is not known or there are no deltas."""
     if snapshot_bytes <= 0 or delta_bytes <= 0:
         return 0
     return min(LONGEST_CADENCE, max(SHORTEST_CADENCE, round(snapshot_bytes / delta_bytes)))
 
 
 def cost(size: int, parts: int = 1) -> int:
-    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of an artifact has
-    digests and tags, that of a parity block the digests of `parts` artifacts: its own and its members'.
-    """
+    """Returns the bytes of the memory volume that a slot of `size` bytes and its seal take.
+
+    An artifact's seal has digests and tags, a parity block's the digests of `parts` artifacts: its own and
+    its members'."""
     seal = PAGE + (size // _CHUNK) * (_DIGEST * parts + _TAG)
     return _pages(size) + _pages(seal)
 
 
 def roomy(size: int) -> int:
-    """The capacity of a slot for artifacts that differ in size: at most an eighth more, so that the next one
-    fits too."""
+    """Returns a slot capacity for varying sizes: up to an eighth over `size`, at least 64 KiB."""
     if size <= _SMALLEST:
         return _SMALLEST
     unit = 1 << (size.bit_length() - 4)
@@ -65,31 +64,30 @@ def _pages(size: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of one snapshot slot and of one delta slot of a rank. A snapshot of 0 is not known yet; so is a
-    delta of None; a delta of 0 means that there are none.
-    """
+    """Bytes of one snapshot slot and of one delta slot of a rank.
+
+    A snapshot of 0 or a delta of None is not known yet; a delta of 0 means that there are none."""
 
     snapshot: int = 0
     delta: int | None = None
     parts: int = 1
-    """As in `cost`."""
+    """The number of artifacts with digests in the seal, as in `cost`."""
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many slots of each kind a rank gets. Bytes are for all slots of this worker, as far as sizes are
-    known."""
+    """The number of slots of each kind per rank, and bytes for all slots of this worker of known size."""
 
     own_slots: int
-    """Snapshot slots per own rank; 0 if not even the fewest fit."""
+    """The snapshot slots per own rank; 0 if not even the fewest fit."""
     delta_slots: int
-    """Delta slots per own rank, hosted rank and parity block; 0: none are wanted, or too few fit."""
+    """The delta slots per own rank, hosted rank and parity block; 0: none are needed, or too few fit."""
     needed: int
-    """Bytes for everything that is wanted."""
+    """Bytes for all slots of the full layout."""
     minimum: int
-    """Bytes without which saving is refused."""
+    """Bytes below which saving is refused."""
     delta_minimum: int
-    """Bytes without which no deltas are taken."""
+    """Bytes below which no deltas are taken."""
     local: int
     """The part of `needed` that is for own ranks."""
     peer: int
@@ -105,17 +103,17 @@ class Sizing:
 
     @property
     def lacks_deltas(self) -> bool:
-        """Deltas are wanted and do not fit."""
+        """Returns whether deltas are taken by the ranks but do not fit."""
         return self.fits and self.delta > 0 and self.delta_slots == 0
 
 
 def plan(
     limit: int, own: Collection[Room], hosted: Collection[Room], cadence: int, guess: Room | None = None
 ) -> Sizing:
-    """Slots under `limit` bytes. `hosted` are the ranks and parity blocks kept for others; what is not known
-    of them is taken to be `guess`, or as large as the largest that is known: data-parallel shards are alike.
-    `cadence` is the length of a chain.
-    """
+    """Returns the slots that fit in `limit` bytes. `cadence` is the length of a chain.
+
+    `hosted` are the ranks and parity blocks kept for other workers; their unknown sizes are assumed to be
+    `guess`, or the largest known one, because data-parallel shards are alike."""
     all_ = (*own, *hosted)
     snapshot = (guess.snapshot if guess else 0) or max((room.snapshot for room in all_), default=0)
     delta = (guess.delta if guess else 0) or max((room.delta or 0 for room in all_), default=0)

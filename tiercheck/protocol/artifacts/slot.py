@@ -1,13 +1,11 @@
-"""Lays out a slot, a safetensors file whose length word is its state word, and maps it to memory.
+"""Lays out a slot, a safetensors file with its length word as state word, and maps it to memory.
 
-A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last
-thing
-written: while it is zero the slot is *torn* and no reader, ours or anybody's, takes it for a checkpoint. The
-header is padded so that data begins on a page and has a fixed size for a given set of tensors, so a slot
-never has to grow.
+A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is written
+last: while it is zero the slot is *torn*, and no safetensors reader takes it for a checkpoint. The header is
+padded so that data begins on a page, and has a fixed size for a given set of tensors, so a slot never grows.
 
-A slot is mapped at an address where its huge pages fit. Elsewhere a huge page is mapped as hundreds of small
-ones, and to touch or to page-lock a slot takes that much longer.
+A slot is mapped at an address aligned for its huge pages. Elsewhere a huge page is mapped as hundreds of
+small ones, which makes touching or page-locking a slot that much slower.
 
 Format: https://huggingface.co/docs/safetensors (8-byte length, JSON header, data; `__metadata__` holds
   strings).
@@ -40,9 +38,9 @@ _HUGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def map_aligned(descriptor: int, size: int) -> memoryview:
-    """Map a file's first `size` bytes for reading and writing, where huge pages can be mapped whole. Unmapped
-    with the last view of it. Raises OSError.
-    """
+    """Maps a file's first `size` bytes for reading and writing, aligned for huge pages. Raises OSError.
+
+    The mapping lasts as long as any view of it."""
     huge = huge_page() or mmap.PAGESIZE
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -65,7 +63,7 @@ def map_aligned(descriptor: int, size: int) -> memoryview:
 
 @functools.cache
 def huge_page() -> int:
-    """Bytes of a huge page; 0: this kernel has none."""
+    """Returns the bytes of a huge page; 0 if this kernel has none."""
     try:
         return int(_HUGE.read_text())
     except (OSError, ValueError):
@@ -74,7 +72,7 @@ def huge_page() -> int:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """With the calls that map memory, and errors in `ctypes.get_errno`."""
+    """Returns libc with typed memory-mapping calls, and errors in `ctypes.get_errno`."""
     loaded = ctypes.CDLL(None, use_errno=True)
     loaded.mmap.restype = ctypes.c_void_p
     number = ctypes.c_int
@@ -97,12 +95,14 @@ TORN = b"\0" * 8
 """The state word of a slot that is being written."""
 
 PIECES = "pieces"
-"""The table of pieces, JSON, before all tensors: what each is of the whole
-(`docs/design/016-every-way-people-train.md`)."""
+"""The entry before all tensors: a JSON table of the part that each is of its whole tensor.
+
+See `docs/design/016-every-way-people-train.md`."""
 
 PROOF = "proof"
-"""Checksums of samples of the live state (`tiercheck.trainer.proof.proof`), one for each tensor that follows,
-in their order."""
+"""The entry with checksums of samples of the live state, one for each following tensor, in order.
+
+See `tiercheck.trainer.proof.proof`."""
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
@@ -110,7 +110,7 @@ ITEM_BYTES = {
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C32": 4,
     "I64": 8, "U64": 8, "F64": 8, "C64": 8, "C128": 16,
 }  # fmt: skip
-"""Bytes of an element, by the name that a slot gives its dtype."""
+"""Bytes of an element, by dtype name in a slot."""
 
 MOST_DIMENSIONS = 64
 _MAX_HEADER = 48 * 1024 * 1024
@@ -118,13 +118,12 @@ _COUNT = re.compile(r"[0-9]{1,20}", re.ASCII)
 
 
 class NotASlot(ValueError):
-    """The bytes are torn, truncated or no safetensors header; the message says which."""
+    """The error for bytes that are torn, truncated or no safetensors header; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in a slot. `dtype` is safetensors' spelling; `begin`/`end` are byte offsets from the start
-    of the file."""
+    """A tensor in a slot. `dtype` is safetensors' notation; `begin`, `end` are byte offsets in the file."""
 
     name: str
     dtype: str
@@ -135,7 +134,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class SlotHeader:
-    """What a sealed slot says about itself."""
+    """The parsed header of a sealed slot."""
 
     rank: int
     version: Version
@@ -147,14 +146,14 @@ class SlotHeader:
     kind: Kind = Kind.SNAPSHOT
 
     def tensor(self, name: str) -> Tensor | None:
-        """None: it has none of this name."""
+        """Returns the tensor of this name; None if there is none."""
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def blob(self, name: str, length: str) -> tuple[int, int]:
-        """Bytes from the first to before the second are what is used of entry `name`; `length`: the
-        metadata's key that tells how many.
+        """Returns the begin and end (exclusive) of the used bytes of entry `name`.
 
-        Raises KeyError if it has none, ValueError if they are more than the entry has.
+        `length`: the metadata key of their number. Raises KeyError if either is missing, ValueError if there
+        are more than the entry has.
         """
         place = self.tensor(name)
         if place is None:
@@ -167,7 +166,7 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Where each tensor lies, for a fixed list of (name, safetensors dtype, shape, bytes).
+    """The place of each tensor, for a fixed list of (name, safetensors dtype, shape, bytes).
 
     Every tensor begins on a 64-byte boundary; the gaps are declared as padding tensors, because the format
     allows no holes.
@@ -180,8 +179,7 @@ class SlotLayout:
 
     @staticmethod
     def plan(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> SlotLayout:
-        """Lay out `entries` in order. Raises ValueError on a repeated name, and if they are more than could
-        be read back."""
+        """Lays out `entries` in order. Raises ValueError for a repeated name, or more than is readable."""
         names = [name for name, *_ in entries]
         if len(set(names)) != len(names):
             raise ValueError("tensor names in a slot must be unique")
@@ -217,8 +215,7 @@ class SlotLayout:
         metadata: Mapping[str, str],
         kind: Kind = Kind.SNAPSHOT,
     ) -> bytes:
-        """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is
-        too long."""
+        """Returns the bytes from the state word to the data. Raises ValueError if `metadata` is too long."""
         about = {
             "rank": str(rank),
             "step": str(version.step),
@@ -235,21 +232,22 @@ class SlotLayout:
 
     @cached_property
     def _table(self) -> bytes:
-        """The part of the header that is the same for every artifact of this layout."""
+        """Returns the part of the header that is the same for every artifact of this layout."""
         entries = _ENCODER.encode(_table_of(self._declared)).encode()[1:]
         return entries if entries == b"}" else b"," + entries
 
     @property
     def state_word(self) -> bytes:
-        """The word that makes the slot readable; write it last."""
+        """Returns the word that makes the slot readable; write it last."""
         return struct.pack("<Q", self.data_begin - 8)
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _METADATA_ROOM = 1024
 _VALUES = 16
-"""In the header with its padding, and in the table of pieces, for each tensor, beside three for each
-dimension."""
+"""The most JSON values per tensor in the header with padding and the table of pieces.
+
+Each dimension adds three."""
 
 
 def _header_json(
@@ -267,10 +265,10 @@ def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) ->
 
 
 def beginning(view: memoryview | bytes, size: int | None = None) -> int:
-    """Bytes of a slot from its start to the end of its table of pieces; those of its header if `view` does
-    not reach that far, so that the caller can ask again with more. `size`: of the whole artifact, where it is
-    known; never more is answered. Raises NotASlot.
-    """
+    """Returns the bytes of a slot up to the end of its table of pieces. Raises NotASlot.
+
+    If `view` is shorter than the header, returns the bytes of the header; call again with that many. `size`:
+    bytes of the whole artifact, if known; a larger result raises NotASlot."""
     header = 8 + _header_length(view)
     if header > len(view):
         end = header
@@ -283,10 +281,10 @@ def beginning(view: memoryview | bytes, size: int | None = None) -> int:
 
 
 def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:
-    """Parse the header of a slot from its first bytes (`view` must reach at least to the data).
+    """Parses the header of a slot from its first bytes (`view` must reach at least to the data).
 
-    Nothing of it is believed: its tensors must have known dtypes, fill their places exactly, and follow each
-    other without holes, as the format demands. `size` is the length of the whole file if `view` is only its
+    The header is untrusted: tensors must have known dtypes, fill their places exactly, and follow each other
+    without holes, as the format demands. `size` is the length of the whole file if `view` is only its
     beginning. Raises NotASlot.
     """
     total = len(view) if size is None else size
@@ -313,9 +311,9 @@ def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader
 
 
 def read_tensors(read: Callable[[int], bytes], size: int) -> list[Tensor]:
-    """The tensors of any safetensors file of `size` bytes, of which `read` gives the next. Raises
-    NotASlot.
-    """
+    """Returns the tensors of any safetensors file of `size` bytes. Raises NotASlot.
+
+    `read(n)` returns the next n bytes of the file."""
     word = read(8)
     header = 8 + _header_length(word)
     if header > size:
@@ -339,7 +337,7 @@ def _header_length(view: memoryview | bytes) -> int:
 
 
 def _parse(view: memoryview | bytes, base: int) -> tuple[dict[str, str], list[Tensor]]:
-    """Metadata and all entries, padding too, of the header before byte `base`. Raises NotASlot."""
+    """Parses metadata and all entries, padding too, of the header before byte `base`. Raises NotASlot."""
     try:
         if len(view) < base:
             raise ValueError("it has no end")
@@ -363,7 +361,7 @@ def _parse(view: memoryview | bytes, base: int) -> tuple[dict[str, str], list[Te
 
 
 def _tensor(name: str, entry: Any, base: int) -> Tensor:
-    """Raises KeyError, TypeError, ValueError."""
+    """Parses an entry of the header. Raises KeyError, TypeError, ValueError."""
     dtype, shape = entry["dtype"], entry["shape"]
     begin, end = entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
@@ -377,7 +375,7 @@ def _tensor(name: str, entry: Any, base: int) -> Tensor:
 
 
 def _count(text: str) -> int:
-    """Raises ValueError unless it is a whole number of 64 bits, as `SlotLayout.header` writes it."""
+    """Parses a 64-bit whole number, as `SlotLayout.header` writes it. Raises ValueError."""
     if not _COUNT.fullmatch(text) or int(text) > MOST_WHOLE:
         raise ValueError(f"{text[:40]!r} is no count")
     return int(text)

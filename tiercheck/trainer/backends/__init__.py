@@ -1,1 +1,1 @@
-"""Where artifacts go: to the sidecar in a cluster, to a folder elsewhere."""
+"""Hands artifacts to the sidecar in a cluster, and writes them to a folder elsewhere."""

@@ -1,9 +1,9 @@
-"""Defines where artifacts go: in a cluster to the sidecar, on a laptop to a folder; and of which rank.
+"""Defines the interface to where artifacts go: the sidecar in a cluster, a folder on a laptop.
 
-Both are one small interface. Its methods are called by the saver's thread, except where stated.
+Its methods are called by the saver's thread, except where stated.
 
-torch.distributed tells the rank if it runs, else torchrun's environment; DTensor tells the place of its shard
-in the whole tensor.
+The rank is that of torch.distributed if it runs, else of torchrun's environment; DTensor gives the place of
+its shard in the whole tensor.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether this process belongs to a process group."""
+    """Returns whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def gather_from_all(mine: T) -> list[T]:
-    """What each rank gives, in their order. A collective call."""
+    """Returns what each rank gives, in their order. A collective call."""
     if not is_distributed() or dist.get_world_size() == 1:
         return [mine]
     found = [mine] * dist.get_world_size()
@@ -48,12 +48,12 @@ def gather_from_all(mine: T) -> list[T]:
 
 
 def is_true_anywhere(mine: bool) -> bool:
-    """Whether it is so at any rank. A collective call."""
+    """Returns whether `mine` is true at any rank. A collective call."""
     return any(gather_from_all(mine))
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank, number of ranks); (0, 1) for a process on its own."""
+    """Returns (rank, number of ranks); (0, 1) for a process on its own."""
     if is_distributed():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -63,12 +63,11 @@ def rank_and_world() -> tuple[int, int]:
 class Shard:
     piece: Piece
     replicated: tuple[DeviceMesh, tuple[int, ...]]
-    """The dimensions of the mesh along which other ranks hold the same."""
+    """The mesh, and its dimensions along which other ranks hold the same."""
 
 
 def shard_of(value: Tensor, local: Tensor) -> Shard | None:
-    """Of a DTensor, whose local shard is `local`; None for other tensors, and where torch's own account does
-    not fit the shard."""
+    """Returns the shard `local` of a DTensor; None for other tensors, or if torch computes another shape."""
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
     if mesh is None or placements is None or any(placement.is_partial() for placement in placements):
         return None
@@ -79,7 +78,7 @@ def shard_of(value: Tensor, local: Tensor) -> Shard | None:
 def _placed(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
 ) -> Shard | None:
-    """Remembered, because torch takes long to tell it, and it is asked for every tensor at every snapshot."""
+    """Computes a shard once, because torch takes long and every snapshot needs it of every tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     extent, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
@@ -94,12 +93,12 @@ def _placed(
 log = logging.getLogger("tiercheck")
 
 _held: set[tuple[int, str]] = set()
-"""Process and place of each `Claim`."""
+"""The process and place of each `Claim`."""
 _first: dict[tuple[int, str], str] = {}
 """The first training that each process saved to each place."""
 
 Ranges = Sequence[tuple[int, int]]
-"""Of bytes in a slot: from the first to before the second."""
+"""Byte ranges in a slot: from the first to before the second."""
 
 
 class Skipped(Exception):
@@ -111,7 +110,7 @@ class Skipped(Exception):
 
 
 class RestoreError(RuntimeError):
-    """What to restore cannot be found out or read, so training must not begin."""
+    """The version to restore cannot be determined or read, so training must not begin."""
 
 
 @dataclass(frozen=True)
@@ -120,119 +119,130 @@ class Offer:
 
     version: Version
     path: str
-    """Empty if other ranks than these have saved the version."""
+    """The path of the snapshot; empty if other ranks than these have saved the version."""
     deltas: tuple[str, ...] = ()
     world_size: int = 0
-    """Ranks that saved it."""
+    """The number of ranks that saved it."""
     source: str = ""
-    """Where it comes from, for people."""
+    """The place that it comes from, for people."""
     borrow: Callable[[int, Ranges], str] | None = None
-    """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read.
-    """
+    """A function for the slots of all of them (`resharding.OtherRanks`); None: only the own is readable."""
 
 
 class Backend(Protocol):
-    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up;
-    None: no limit. What only the rest of a job has to know goes nowhere unless a backend overrides it."""
+    """The interface to where artifacts go. Reports are dropped unless a backend overrides the method.
+
+    `patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up; None:
+    no limit.
+    """
 
     attempt: int
     place: str
-    """Where artifacts go, for people: one Checkpointer of a process has it."""
+    """The place where artifacts go, for people: one Checkpointer of a process has it."""
     patience: float | None
     numa: int
-    """Set by the trainer: the NUMA node of its device; -1: none is known."""
+    """The NUMA node of the trainer's device, set by the trainer; -1: none is known."""
     journal: Path
-    """Where this rank's journal of steps is kept (`proof.journal`)."""
+    """The path of this rank's journal of steps (`proof.journal`)."""
     left_out: str
-    """What was found and is not taken, and how to take it; empty: nothing."""
+    """The reason why something that was found is not taken, and how to take it; empty: nothing."""
     is_folder: bool
-    """Whether a folder stands in for all tiers: nothing else holds the last step when the script ends, and
-    each training has a place of its own."""
+    """True if a folder stands in for all tiers, with a place of its own for each training.
+
+    Nothing else then holds the last step when the script ends.
+    """
 
     @property
     def every(self) -> int:
-        """Steps between snapshots, unless the script says otherwise; 0: not decided yet."""
+        """Returns the number of steps between snapshots, unless the script sets it; 0: not decided yet."""
         ...
 
     @property
     def delta(self) -> DeltaMode:
-        """Whether deltas are wanted."""
+        """Returns whether deltas are wanted."""
         ...
 
     @property
     def sanity_gate(self) -> bool:
-        """Whether what is not finite is refused, unless the script says otherwise."""
+        """Returns whether a state that is not finite is refused, unless the script decides otherwise."""
         ...
 
     @property
     def verify_all(self) -> bool:
-        """Whether every byte of a snapshot is compared with the state before the next update, unless the
-        script says otherwise."""
+        """Returns whether every byte is verified before the next update, unless the script decides it."""
         ...
 
     def find(self) -> Offer | None:
-        """Training thread, before the first step: what to restore, None for a fresh start. Raises
-        RestoreError."""
-        ...
+        """Returns what to restore, None for a fresh start. Raises RestoreError.
 
-    def restored(self, step: int) -> None:
-        """Training thread: the offer was loaded."""
-        return
-
-    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        """Training thread: the steps trained again after `step` were compared with the life before.
-        `suspected`: what differs is a step that was suspected. Never raises."""
-        return
-
-    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        """Training thread, before the first step: the replay of the delta of `step` went wrong, or the
-        snapshot of `step` is of replicas that differed. Never raises."""
-        return
-
-    def reserve(self, size: int, delta_size: int) -> None:
-        """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises
-        Skipped."""
-        return
-
-    def begin(self, step: int, size: int, kind: Kind) -> str:
-        """Path of a file of at least `size` bytes for the artifact after `step`. Raises Skipped."""
-        ...
-
-    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
-        """The file is written, state word included; its first `size` bytes are the artifact. Raises
-        Skipped.
+        Called by the training thread, before the first step.
         """
         ...
 
+    def restored(self, step: int) -> None:
+        """Records that the offer was loaded (training thread)."""
+        return
+
+    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
+        """Reports how the steps trained again after `step` compare with the previous run (training thread).
+
+        `suspected`: what differs is a step that was suspected. Never raises.
+        """
+        return
+
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        """Reports a delta or snapshot of `step` that did not give the state that was saved. Never raises.
+
+        Called by the training thread, before the first step. A snapshot is also reported if its replicas
+        differed.
+        """
+        return
+
+    def reserve(self, size: int, delta_size: int) -> None:
+        """Requests slots of `size` bytes for snapshots, `delta_size` for deltas (0: none). Raises Skipped."""
+        return
+
+    def begin(self, step: int, size: int, kind: Kind) -> str:
+        """Returns the path of a file of at least `size` bytes for the artifact of `step`. Raises Skipped."""
+        ...
+
+    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
+        """Hands over the written file; its first `size` bytes are the complete artifact. Raises Skipped."""
+        ...
+
     def abandon(self, path: str, step: int, kind: Kind) -> None:
-        """The file will not be completed. Never raises."""
+        """Gives up the file, which will not be completed. Never raises."""
         ...
 
     def pass_over(self, step: int) -> None:
-        """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
+        """Reports that a snapshot due after `step` is not taken, so that none waits for it. Never raises."""
         return
 
     def no_deltas(self, message: str, since: int = 0) -> None:
-        """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and
-        later ones, of this process, must not be replayed either;
-        0: nothing is known against them. Never raises."""
+        """Reports why this rank takes no deltas; empty: it takes them again. Never raises.
+
+        `since`: those of this step and later ones, of this process, must not be replayed either; 0: nothing
+        is known against them.
+        """
         return
 
     def cannot_save(self, message: str) -> None:
-        """Nothing of this rank can be saved, and why; empty: it can again. Never raises."""
+        """Reports why nothing of this rank can be saved; empty: it can again. Never raises."""
         return
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
-        """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never
-        raises."""
+        """Reports that `step` was reached, the last `not_finite` steps refused. Never blocks, never raises.
+
+        Called by the training thread.
+        """
         return
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
-        """This process is about to end with `exit_code`, and why. Never raises."""
+        """Reports why this process is about to end with `exit_code`. Never raises."""
         return
 
     def flush(self) -> bool:
-        """Deliver what progress is still owed; True if nothing is left. Never raises."""
+        """Sends progress that is still pending. Returns True if nothing is left. Never raises."""
         return True
 
     def close(self) -> None:
@@ -240,12 +250,13 @@ class Backend(Protocol):
 
 
 class Claim:
-    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of
-    a GAN, would write over each other's versions.
+    """The exclusive use of a `Backend.place`, until it is released.
+
+    Two Checkpointers of one process, as for the two models of a GAN, would write over each other's versions.
     """
 
     def __init__(self, place: str, run: str) -> None:
-        """Raises ValueError if another one of this process has it. A forked one begins anew."""
+        """Raises ValueError if another one of this process has it. A forked process begins anew."""
         self._key = os.getpid(), place
         if self._key in _held:
             raise ValueError(
@@ -255,15 +266,15 @@ class Claim:
             )
         _held.add(self._key)
         self.is_second = _first.setdefault(self._key, run) != run
-        """Whether another training of this process had the place before."""
+        """True if another training of this process had the place before."""
 
     def release(self) -> None:
-        """May be called twice."""
+        """Releases the place. May be called twice."""
         _held.discard(self._key)
 
 
 class WarnOnce:
-    """A log line for every kind of trouble, not for every time it happens."""
+    """Logs a warning once for every kind of trouble, and at debug level when it happens again."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

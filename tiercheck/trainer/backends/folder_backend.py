@@ -1,5 +1,4 @@
-"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop.
-Snapshots only.
+"""Stores snapshots in a plain folder outside a cluster, so that the same script runs on a laptop.
 
     <folder>/rank-<r>-of-<n>/<step, 12 digits>-<attempt>.safetensors
                              <step, 12 digits>-<attempt>.json          checksums, written last
@@ -35,9 +34,9 @@ _OWNER = "run"
 
 
 class FolderBackend(Backend):
-    """Over a folder that all ranks see."""
+    """A `Backend` over a folder that all ranks see."""
 
-    patience: float | None = None  # nothing to fear from a folder: every due snapshot is taken
+    patience: float | None = None  # a folder is never busy: every due snapshot is taken
     every = 50
     delta = DeltaMode.NONE
     sanity_gate = True
@@ -83,15 +82,14 @@ class FolderBackend(Backend):
         return Offer(version, own, world_size=world, source=str(self._folder), borrow=borrow)
 
     def withdraw(self, step: int) -> None:
-        """Remove what this rank has of a version that never became complete. Raises FileExistsError if it
-        did."""
+        """Removes this rank's files of a version. Raises FileExistsError if the version is complete."""
         version = self._version(step)
         if version in self._complete():
             raise FileExistsError(f"{version} is saved already")
         self._remove(version)
 
     def path_of(self, rank: int, version: Version) -> Path:
-        """Where a rank's snapshot is, if it is there."""
+        """Returns the path of a rank's snapshot, if it is there."""
         return self._data(rank, version)
 
     def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
@@ -134,9 +132,7 @@ class FolderBackend(Backend):
         Path(path).unlink(missing_ok=True)
 
     def _offers(self) -> Iterator[tuple[Version | None, int]]:
-        """For each number of ranks that ever saved here, this one first, the newest version that is
-        intact.
-        """
+        """Yields the newest intact version for each number of ranks that ever saved here, this one first."""
         yield self._agreed(self._world_size), self._world_size
         worlds = {path.name.rpartition("-of-")[2] for path in self._folder.glob("rank-0-of-*")}
         for world in sorted(int(each) for each in worlds if each.isdigit()):
@@ -144,7 +140,7 @@ class FolderBackend(Backend):
                 yield self._agreed(world), world
 
     def _agreed(self, world: int) -> Version | None:
-        """The newest version that is intact for every one of `world` ranks, the same answer on each of them.
+        """Returns the newest version that is intact for each of `world` ranks: the same at every rank.
 
         Each rank looks at its share of the files.
         """
@@ -174,7 +170,7 @@ class FolderBackend(Backend):
         return intact
 
     def _held(self, rank: int, world: int | None = None) -> set[Version]:
-        """Versions whose record exists, so that their writer had finished."""
+        """Returns the versions that have a record, so that their writer had finished."""
         versions = set()
         for path in self._place(rank, world).glob("*.json"):
             try:
@@ -221,7 +217,7 @@ class FolderBackend(Backend):
 
 
 def _owner_of(folder: Path) -> str:
-    """Name of the training whose versions lie there; empty: there are none, or nobody said."""
+    """Returns the training that saved the versions there; empty: there are none, or it is not recorded."""
     try:
         return (folder / _OWNER).read_text() if any(folder.glob("rank-*-of-*/*.json")) else ""
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Asks the sidecar for slots with a deadline on everything, and lives with any answer, or none."""
+"""Requests slots from the sidecar, with a deadline on everything, and handles any answer, or none."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ _LONGEST_LINE = 1024 * 1024
 
 
 class LinkBroken(OSError):
-    """No answer, a senseless one, or the connection is gone. The link is closed; open a new one."""
+    """The sidecar gave no valid answer, or the connection is gone. The link is closed; open a new one."""
 
 
 class SidecarLink:
-    """Answers come in the order of the requests, so after a missed deadline the link is of no use and closes
-    itself."""
+    """A connection to the sidecar, which closes itself after a missed deadline.
+
+    Answers come in the order of the requests, so that it would be of no use any more.
+    """
 
     def __init__(self, path: Path, hello: Hello, timeout: float) -> None:
-        """Connect and say hello; `welcome` holds the answer. Raises LinkBroken."""
+        """Connects and sends a hello; `welcome` holds the answer. Raises LinkBroken."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._sending = threading.Lock()
         self._received = b""
@@ -66,11 +68,11 @@ class SidecarLink:
         self.welcome = self._exchange(to_json(hello), Welcome, timeout)
 
     def ask(self, request: Request, timeout: float) -> Reply:
-        """Send and wait for the answer. Raises LinkBroken."""
+        """Sends a request and waits for the answer. Raises LinkBroken."""
         return self._exchange(to_json(request), Reply, timeout)
 
     def tell(self, request: Request) -> bool:
-        """Send without waiting for anything; False if that is not possible right now. Raises LinkBroken."""
+        """Sends without waiting for anything; False if not possible right now. Raises LinkBroken."""
         if not self._sending.acquire(blocking=False):
             return False
         try:
@@ -129,12 +131,13 @@ class SidecarLink:
 
 
 ANSWER_SECONDS = 2.0
-"""How long the sidecar may take to answer."""
+"""Seconds. The longest that the sidecar may take to answer."""
 RESERVE_SECONDS = 60.0
-"""The same when it has to allocate and touch all slots."""
+"""Seconds. The same when it has to allocate and touch all slots."""
 FIRST_CONNECT_SECONDS = 60.0
+"""Seconds. The longest that `restore` waits for the sidecar, which has to name the version."""
 BORROW_SECONDS = 600.0
-"""How long `restore` waits for the sidecar: without it nobody knows what to restore."""
+"""Seconds. The longest that `restore` waits for a snapshot of another rank."""
 _BACKOFF = (0.5, 30.0)  # seconds between attempts to connect again: first, longest
 _PROGRESS_LATE = 0.5  # seconds without a progress message after which the training thread sends it itself
 
@@ -157,7 +160,7 @@ class SidecarBackend:
         self.every = 0
         self.numa = -1
         self.fenced = False
-        """A newer attempt is on its way: nothing of this process is wanted any more."""
+        """True once a newer attempt is on its way: nothing of this process is wanted any more."""
         self._link: SidecarLink | None = None
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
@@ -169,7 +172,7 @@ class SidecarBackend:
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
         self._owed: tuple[int, float | None, float | None, int] | None = None
-        # Answers bear no name: a second thread (an error that ends the script) would take another's.
+        # Answers have no id: a second thread (an error that ends the script) would take another's.
         self._asking = threading.RLock()
         self._owed_lock = threading.Lock()
         self._telling = threading.Lock()
@@ -198,7 +201,7 @@ class SidecarBackend:
                     raise RestoreError(f"the sidecar does not answer: {error}") from error
                 time.sleep(0.1)
             except Skipped as error:
-                early = str(error) == NOT_RELEASED and os.environ.get(ENV_JOINS) == "1"  # started before it
+                early = str(error) == NOT_RELEASED and os.environ.get(ENV_JOINS) == "1"  # not released yet
                 if self.fenced or (time.monotonic() > deadline and not early):
                     raise RestoreError(str(error)) from error
                 time.sleep(0.05)
@@ -244,7 +247,7 @@ class SidecarBackend:
         except Skipped as skipped:
             if skipped.kind != "SidecarRefused":
                 raise
-            # Asking all the same tells the others that this version will not come.
+            # The request all the same lets the other ranks see that this version will not come.
             self._warn(skipped.kind, str(skipped))
         return self._ask(BeginSlot(step, size, kind), ANSWER_SECONDS)
 
@@ -256,8 +259,7 @@ class SidecarBackend:
 
     def pass_over(self, step: int) -> None:
         try:
-            # To ask for the slot and give it back is how the sidecar learns that this rank has come past
-            # `step`.
+            # A slot requested and given back shows the sidecar that this rank has come past `step`.
             path = self._ask(BeginSlot(step, self._wanted[0]), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
@@ -330,7 +332,7 @@ class SidecarBackend:
         with self._asking:
             self._connected()  # a new connection forgets what was reserved
         size, delta_size = self._wanted
-        # As long as deltas may come, to ask for none would tell the job that this rank takes none.
+        # As long as deltas may come, a request for none would report that this rank takes none.
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
@@ -345,7 +347,7 @@ class SidecarBackend:
             self._warn(skipped.kind, str(skipped))
 
     def _ask(self, request: Request, timeout: float) -> str:
-        """The reply's path. Raises Skipped, whatever went wrong."""
+        """Sends a request and returns the reply's path. Raises Skipped, whatever went wrong."""
         with self._asking:
             link = self._connected()
             try:
@@ -356,7 +358,7 @@ class SidecarBackend:
             raise Skipped("NoFreeSlot", reply.skip)
         if not reply.ok:
             if request.op != "reserve":
-                link.close()  # the next hello tells whether this attempt is over
+                link.close()  # the next hello shows whether this attempt is over
             raise Skipped("SidecarRefused", reply.error or f"{request.op} was refused")
         return reply.path
 
@@ -366,7 +368,7 @@ class SidecarBackend:
         return reply
 
     def _connected(self) -> SidecarLink:
-        """The link, opened again if it broke and its time has come. Raises Skipped."""
+        """Returns the link, opened again if it broke and its backoff is over. Raises Skipped."""
         if self._link is not None and not self._link.closed:
             return self._link
         if self.fenced:
@@ -389,7 +391,7 @@ class SidecarBackend:
         return link
 
     def _connect(self) -> SidecarLink:
-        """Raises LinkBroken, or Skipped if the sidecar refuses this rank."""
+        """Connects. Raises LinkBroken, or Skipped if the sidecar refuses this rank."""
         link = SidecarLink(self._path, self._hello, ANSWER_SECONDS)
         welcome = link.welcome
         if welcome.error:
@@ -401,6 +403,6 @@ class SidecarBackend:
             raise Skipped("SidecarRefused", welcome.error)
         self._welcome = welcome
         self.every = welcome.snapshot_every or self.every
-        self._reserved = (0, 0)  # a sidecar that was restarted has forgotten
+        self._reserved = (0, 0)  # a restarted sidecar has no reservations
         self._link = link
         return link

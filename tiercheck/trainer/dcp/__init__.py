@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint's planners over slots."""
+"""Reads and writes slots as torch.distributed.checkpoint's planners request."""

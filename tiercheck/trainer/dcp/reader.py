@@ -1,4 +1,4 @@
-"""Brings torch.distributed.checkpoint the parts of tensors it asks for, whichever ranks saved them."""
+"""Reads the parts of tensors that torch.distributed.checkpoint requests, whichever ranks saved them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_of
 
 
 class TierCheckReader(StorageReader):
-    """Loads the version that is offered to this job, on the ranks and mesh that it has now. Of a
-    `Storage`.
-    """
+    """Loads the version offered to this job, on its current ranks and mesh. A `Storage` creates it."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
@@ -51,7 +49,7 @@ class TierCheckReader(StorageReader):
             raise ValueError(f"{os.fspath(checkpoint_id)!r} is not offered; {self._offer.version} is")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises RestoreError."""
+        """Returns the metadata of the version. Raises RestoreError."""
         return self._saved.metadata()
 
     def set_up_storage_reader(
@@ -66,7 +64,7 @@ class TierCheckReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises RestoreError, NotCapturable."""
+        """Reads what the plan requests. Raises RestoreError, NotCapturable."""
         self._saved.read(plan.items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -74,7 +72,7 @@ class TierCheckReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by torch itself."""
+        """Returns False, so that torch itself never chooses this class."""
         return False
 
     @cached_property
@@ -87,7 +85,7 @@ class TierCheckReader(StorageReader):
 
 
 class _Saved:
-    """A version, in the words of torch.distributed.checkpoint. All raise RestoreError."""
+    """A version in torch.distributed.checkpoint's terms. All methods raise RestoreError."""
 
     def __init__(self, others: OtherRanks) -> None:
         self._others = others

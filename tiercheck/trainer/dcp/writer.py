@@ -1,6 +1,6 @@
-"""Puts what torch.distributed.checkpoint plans into the rank's slot, one copy from the tensors.
+"""Writes what torch.distributed.checkpoint plans into the rank's slot, with one copy of the tensors.
 
-What DCP must know of a slot beside its tensors is a note: JSON and checked bytes, never a pickle.
+A note has what DCP needs of a slot beside its tensors: JSON and checked bytes, never a pickle.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Note:
-    """Of one rank."""
+    """The facts beside tensors that DCP needs of one rank's slot."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Entries whose name is not `dcp/` and the tensor's name: a rank may hold several chunks of one tensor.
-    """
+    """The tensor of each entry not named `dcp/<tensor>`: a rank may hold several chunks of one tensor."""
     grad: frozenset[str] = frozenset()
-    """Names of tensors that require a gradient."""
+    """The names of tensors that require a gradient."""
     pinned: frozenset[str] = frozenset()
-    """Names of tensors that were page-locked."""
+    """The names of tensors that were page-locked."""
     items: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Where in entry `dcp_bytes` the items lie that are no tensors."""
+    """The places in entry `dcp_bytes` of the items that are no tensors."""
     planner: Mapping[str, Path] | None = None
-    """The default planner's: where each name was in the nested state."""
+    """The default planner's data: where each name was in the nested state."""
 
     def fqn(self, entry: str) -> str:
-        """The tensor's name in the state."""
+        """Returns the tensor's name in the state."""
         return self.names.get(entry, entry.removeprefix(DCP_PREFIX))
 
     def written(self) -> bytes:
-        """As JSON."""
+        """Returns the note as JSON."""
         return json.dumps(
             {
                 "names": dict(self.names),
@@ -76,7 +75,7 @@ class Note:
 
     @staticmethod
     def read(text: bytes) -> Note:
-        """Raises ValueError, KeyError, TypeError or AttributeError if it is none."""
+        """Reads a note. Raises ValueError, KeyError, TypeError or AttributeError if it is none."""
         raw = parse_json(text)
         planner = raw["planner"]
         return Note(
@@ -89,11 +88,11 @@ class Note:
 
 
 LENGTHS = {DCP: "dcp_length", DCP_BYTES: "dcp_bytes_length"}
-"""Metadata keys with the bytes that are used of these entries."""
+"""The metadata keys of the number of bytes used in these entries."""
 
 
 def planner_paths(data: Any) -> dict[str, Path] | None:
-    """A plan's `planner_data`, if it is what torch's own planner puts there. Raises NotCapturable."""
+    """Returns a plan's `planner_data` if torch's own planner could have made it. Raises NotCapturable."""
     if data is None:
         return None
     plain = isinstance(data, Mapping) and all(
@@ -110,8 +109,7 @@ def planner_paths(data: Any) -> dict[str, Path] | None:
 
 
 def readable(fqn: str, content: bytes, value: Callable[[], Any] | None) -> bytes:
-    """`content` if it can be read without running code; otherwise `value`, if a planner shows it, written so
-    that it can. Raises NotCapturable."""
+    """Returns `content` if reading it runs no code, else `value` rewritten for that. Raises NotCapturable."""
     try:
         read_plain(content, fqn)
     except NotCapturable:
@@ -123,7 +121,7 @@ def readable(fqn: str, content: bytes, value: Callable[[], Any] | None) -> bytes
 
 
 def rewrite_for_planner(fqn: str, content: bytes) -> io.BytesIO:
-    """For a planner, which unpickles without any check: the same value, written anew. Raises NotCapturable.
+    """Writes a value anew for a planner, which unpickles without any check. Raises NotCapturable.
 
     What was stored never reaches that unpickler itself.
     """
@@ -134,23 +132,21 @@ def rewrite_for_planner(fqn: str, content: bytes) -> io.BytesIO:
 
 
 _FORMAT_VERSION = "1.0.0"
-"""Of torch's metadata (`CURRENT_DCP_VERSION`)."""
+"""The version of torch's metadata (`CURRENT_DCP_VERSION`)."""
 
 
 @dataclass
 class Slots:
-    """A rank's way to its slots, for every writer that its `Storage` gives out. Pickled for a process of its
-    own only with a folder."""
+    """A rank's access to its slots, for all writers of its `Storage`. Pickled only with a folder."""
 
     backend: Backend
     rank: int
     world_size: int
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while the backend is asked: saves run in threads of torch."""
+    """The lock held while the backend is called: saves run in threads of torch."""
     mapped: OpenSlots = field(default_factory=OpenSlots)
     room: dict[str, int] = field(default_factory=dict)
-    """By entry of varying length, the bytes kept for it, so that the layout stays the same from save to save.
-    """
+    """Bytes kept for each entry of varying length, so that the layout stays the same from save to save."""
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.backend, FolderBackend):
@@ -170,24 +166,24 @@ class Slots:
 
 
 class TierCheckWriter(StorageWriter):
-    """Saves one version, the state after a step. Of a `Storage`; a writer may be used again when its save is
-    over.
+    """Saves one version, the state after a step. A `Storage` creates it.
 
-    The step is given when it is made, or as the number at the end of `checkpoint_id` ("checkpoints/step-50").
+    A writer may be used again when its save is over. The step is given at creation, or as the number at the
+    end of `checkpoint_id` ("checkpoints/step-50").
     """
 
     def __init__(self, slots: Slots, step: int | None = None) -> None:
         self._slots, self._step = slots, step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Raises ValueError if `checkpoint_id` names another step than this writer's, or none."""
+        """Takes the step from the end of `checkpoint_id`, if there is one. Raises ValueError."""
         if checkpoint_id is None:
             return
         step = step_of(checkpoint_id)
         self._step = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError if nobody said which step it is."""
+        """Raises ValueError if the step was not given."""
         if self._step is None or self._step < 1:
             raise ValueError(
                 "which step is this the state of? Use storage.writer(step), or a checkpoint_id that ends "
@@ -197,8 +193,7 @@ class TierCheckWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         backend = self._slots.backend
         if isinstance(backend, FolderBackend) and self._step is not None:
-            # Before any rank writes: of a save that failed nothing may be left that this one could be mixed
-            # with.
+            # Before any rank writes: files of a failed save must not be mixed with those of this one.
             backend.withdraw(self._step)
         return plan
 
@@ -212,26 +207,29 @@ class TierCheckWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises NotCapturable if an item can only be stored as a pickle that might run code, Skipped if
-        there is no slot."""
+        """Writes the items of the plan.
+
+        Raises NotCapturable if one can only be stored as a pickle that might run code, Skipped if there is no
+        slot.
+        """
         assert self._step is not None
         results: Future[list[WriteResult]] = Future()
         results.set_result(_Save(self._slots, self._step, plan, planner).run())
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing to write: the slots tell all, and a version is complete when all ranks have theirs."""
+        """Completes torch's metadata. A version is complete once all ranks have their slots."""
         metadata.version = _FORMAT_VERSION
         metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by torch itself."""
+        """Returns False, so that torch itself never chooses this class."""
         return False
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """The number at its end. Raises ValueError."""
+    """Returns the number at its end. Raises ValueError."""
     match = re.search(r"(\d+)/*$", os.fspath(checkpoint_id))
     if match is None:
         raise ValueError(f"{os.fspath(checkpoint_id)!r} does not end in the number of a step")
@@ -251,10 +249,10 @@ class _Save:
         for item in plan.items:
             fqn = item.index.fqn
             if item.type == WriteItemType.BYTE_IO:
-                # Now, not when the slot is there: its size depends on them. They are small.
+                # Resolved now, not when the slot is there: its size depends on them. They are small.
                 written = planner.resolve_data(item)
                 assert not isinstance(written, torch.Tensor)
-                look_up = getattr(planner, "lookup_object", None)  # somebody's own may have none
+                look_up = getattr(planner, "lookup_object", None)  # a custom planner may have none
                 found = readable(fqn, written.getvalue(), look_up and partial(look_up, item.index))
                 places[fqn] = (len(content), len(content) + len(found))
                 content += found
@@ -338,8 +336,10 @@ class _Save:
 
 
 class StagingWriter(TierCheckWriter, BlockingAsyncStager):
-    """Copies the state itself, as `dcp.async_save` of torch 2.6 leaves tensors that are on CPUs, such as the
-    step counts of AdamW, where training changes them."""
+    """Copies the state itself, because `dcp.async_save` of torch 2.6 does not copy tensors on CPUs.
+
+    Training changes these in place, such as the step counts of AdamW.
+    """
 
     NEEDED = not hasattr(state_dict_saver, "_copy_state_dict")
     cache_staged_state_dict = False

@@ -1,1 +1,1 @@
-"""What each update consumed, and whether a delta of it is exact."""
+"""Records the inputs of each update, and checks that a delta of them is exact."""

@@ -1,10 +1,10 @@
-"""Clones some parameters of an optimizer, to make an update again as a restore would.
+"""Clones some parameters of an optimizer, to repeat an update as a restore would.
 
-A probe clones few parameters at a time, but in turn, so that none is left out for ever. Nothing is random.
+A probe clones few parameters at a time, in turn, so that all are eventually covered. Nothing is random.
 
-After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory
-they were views of in training; so does the state. Parameters are filled where the script keeps them. A kernel
-whose bits depend on any of this gives the clones other ones.
+After a restore, the gradients of a delta are at the beginning of their own memory, even if they were views
+of larger memory in training; so is the state. Parameters are filled in place. If a kernel's results depend on
+any of this, the clones get other bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiercheck.trainer.state.replayable import (
 from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, local_shard
 
 _GRAIN = 1024
-"""Elements: cuts lie at multiples of this."""
+"""The number of elements of which cuts are at multiples."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class ProbeCandidate:
     """A parameter that may be cloned."""
 
     number: int
-    """Its place in the optimizer's order."""
+    """The parameter's index in the optimizer's order."""
     size: int
-    """Bytes that clones of it, its gradient and its state take."""
+    """Bytes that clones of the parameter, its gradient and its state take."""
     elements: int = 0
-    """How many it may be cut into; 0: only the whole is worth something."""
+    """The number of elements, if it may be cut; 0: only the whole can be cloned."""
 
 
 class ProbePart(NamedTuple):
-    """What is cloned of a parameter: the whole, or its elements from `begin` to before `end`."""
+    """The cloned part of a parameter: the whole, or its elements from `begin` to before `end`."""
 
     number: int
     begin: int = 0
@@ -59,7 +59,7 @@ class ProbePart(NamedTuple):
 
 
 class ParameterPlace(NamedTuple):
-    """Where a turn begins."""
+    """The place at which a turn begins."""
 
     number: int = 0
     element: int = 0
@@ -68,11 +68,10 @@ class ParameterPlace(NamedTuple):
 def choose(
     candidates: Sequence[ProbeCandidate], start: ParameterPlace, room: int, most: int
 ) -> tuple[list[ProbePart], ParameterPlace]:
-    """At most `most` parts that take at most `room` bytes, from `start` on and around; and where the next
-    turn begins.
+    """Returns at most `most` parts of at most `room` bytes, cyclically from `start`, and the next start.
 
-    Only what is larger than `room` is cut. What can neither be cut nor fit is passed over. `candidates` are
-    in order.
+    Only candidates larger than `room` are cut. Those that can neither be cut nor fit are skipped.
+    `candidates` are in order.
     """
     first = next((at for at, each in enumerate(candidates) if each.number >= start.number), 0)
     order = [*candidates[first:], *candidates[:first]]
@@ -100,17 +99,16 @@ def choose(
 
 
 _MOST = 256
-"""Parameters of a known class that are cloned at once: each takes some calls, however small it is."""
+"""The most parameters of a known class to clone at once: each takes some calls, even if small."""
 _LINE = 64
-"""Bytes: no kernel asks for more than their multiples."""
+"""Bytes. No kernel distinguishes alignments beyond multiples of this."""
 
 
 class Cloner:
-    """Of one optimizer."""
+    """Clones parameters of one optimizer, in turn."""
 
     def __init__(self, optimizer: Optimizer, fresh: Mapping[str, Any], room: int) -> None:
-        """`fresh`: attributes that a copy of it has as they are here. `room`: bytes that may be cloned at
-        once."""
+        """`fresh`: attributes of the copied optimizer. `room`: bytes that may be cloned at once."""
         self._optimizer = optimizer
         self._fresh = fresh
         self._room = room
@@ -118,10 +116,10 @@ class Cloner:
 
     @torch.no_grad()
     def clone(self, gradients: Sequence[Tensor | None] | None) -> Clones | None:
-        """The next ones in turn; None if there is nothing to clone. `gradients`: what the update will
-        consume; None: not known yet.
+        """Clones the next parameters in turn; None if there is nothing to clone.
 
-        Raises NotCapturable, and whatever a stranger's class does.
+        `gradients`: the update's inputs; None: not known yet. Raises NotCapturable, and any exception of a
+        third-party optimizer.
         """
         candidates = list(self._candidates(gradients))
         most = _MOST if is_known(self._optimizer) else len(candidates)
@@ -134,7 +132,7 @@ class Cloner:
         if not is_known(real):
             for name, _ in own_attributes(
                 real
-            ):  # a step of the copy may write what it shares with the real one
+            ):  # a step of the copy may write to objects shared with the real one
                 del shadow.__dict__[name]
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))
@@ -172,7 +170,7 @@ class Cloner:
             if not parameter.requires_grad or (gradients is not None and gradient is None):
                 continue
             if known and not elementwise and hasattr(parameter, "placements"):
-                continue  # its update is a collective, which one rank alone must never begin
+                continue  # its update is a collective, which must not be begun by one rank alone
             try:
                 shard = local_shard(parameter)
                 values = self._optimizer.state.get(parameter, {}).values()
@@ -196,25 +194,25 @@ class Pair:
     real: Tensor
     """The parameter."""
     clone: Tensor
-    """Of its shard, or of a part of it."""
+    """The clone of its shard, or of a part of it."""
     part: ProbePart
 
 
 @dataclass
 class Clones:
     optimizer: Optimizer
-    """Of the clones."""
+    """The optimizer of the clones."""
     pairs: list[Pair]
     groups: list[tuple[int, dict[str, Any]]]
-    """Which of the real one's groups those of the clones are, and what differs in them."""
+    """The index of the real group for each group of the clones, and the values that differ."""
 
     @torch.no_grad()
     def consume(self, event: Event) -> None:
-        """Have the clones lie before the update that `event` notes, as if they had been restored."""
+        """Sets gradients and hyper-parameters of the clones to those of `event`, as a restore would."""
         for pair in list(self.pairs):
             gradient = event.gradients[pair.part.number]
             if gradient is not None and not pair.part.is_whole and not _is_flat(gradient):
-                self.pairs.remove(pair)  # a part of it cannot be had
+                self.pairs.remove(pair)  # it cannot be cut
             elif gradient is not None:
                 restored = _as_restored(_cut(gradient, gradient, pair.part))
                 if restored is not None and restored.dtype != pair.clone.dtype:
@@ -225,11 +223,11 @@ class Clones:
         vars(self.optimizer).update({name: value.clone() for name, value in event.scaling.items()})
 
     def step(self) -> None:
-        """The same update as the real one's."""
+        """Does the same update as the real optimizer."""
         plain_step(self.optimizer)()
 
     def differ(self, real: Optimizer) -> bool:
-        """Whether the real ones have other bits, or another state."""
+        """Returns whether the real parameters or their state have other bits."""
         for pair in self.pairs:
             shard = local_shard(pair.real)
             state = {
@@ -243,15 +241,16 @@ class Clones:
 
 
 def _settled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of which only some are cloned must be told: torch takes the loop of single tensors if one
-    of all parameters asks for it."""
+    """Returns the `foreach` setting that torch would choose for all parameters of a group.
+
+    torch uses the loop over single tensors if any of them requires it, but only some are cloned."""
     kinds = {(type(parameter) in PLAIN, parameter.device.type) for parameter in group["params"]}
     open_ = "foreach" in group and group["foreach"] is None
     return {"foreach": False} if open_ and (len(kinds) > 1 or not all(plain for plain, _ in kinds)) else {}
 
 
 def _cut(value: Any, shard: Tensor, part: ProbePart) -> Any:
-    """The part of what belongs to `shard`, of its shape; other values are as they are."""
+    """Returns the part of a tensor with the shape of `shard`; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     plain = value if value.layout is not torch.strided else local_shard(value)
@@ -265,20 +264,20 @@ def _is_flat(gradient: Tensor) -> bool:
 
 
 def _as_restored(gradient: Tensor) -> Tensor | None:
-    """A copy, made as a restore makes it of what a delta stores."""
+    """Returns a copy as a restore makes it from a delta."""
     encoded = encode(gradient, sparse=False)
     return decode(encoded.parts.get, encoded.about, gradient.device)
 
 
 def _as_loaded(value: Tensor, clone: Tensor) -> Tensor:
-    """A copy, in memory as `load.room_for` makes it."""
+    """Returns a copy in memory allocated as by `room_for` of `restore`."""
     if value.shape != clone.shape:
         return value.clone(memory_format=torch.contiguous_format)
     return torch.empty_like(clone.detach(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _lying_as(shard: Tensor) -> Tensor:
-    """A copy as far from a multiple of `_LINE` bytes as the original is."""
+    """Returns a copy with the original's offset from a multiple of `_LINE` bytes."""
     if shard.data_ptr() % _LINE == 0 or not shard.is_contiguous():
         return shard.clone()
     room = torch.empty(shard.nbytes + _LINE, dtype=torch.uint8, device=shard.device)

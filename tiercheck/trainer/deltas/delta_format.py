@@ -1,6 +1,6 @@
-"""Defines the layout of a delta in its slot, which is written and read here alone.
+"""Defines the layout of a delta in its slot, which only this module writes and reads.
 
-Items: `gradient<e>/<parameter>[/index|/values|/indices]` is what event e consumed, in a form of `encoding`;
+Items: `gradient<e>/<parameter>[/index|/values|/indices]` is an input of event e, in a form of `encoding`;
 `buffer/<name>` are buffers that changed; `replay` is JSON (forms, fingerprints, threads, hyper-parameters);
 `user` is the users' small state, as in a snapshot.
 """
@@ -28,28 +28,29 @@ from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name
 REPLAY_BLOB = "replay"
 REPLAY_BYTES = "replay_bytes"
 _BLOB_UNIT = 4096
-_LOOK_AGAIN = 16  # steps after which a gradient that was dense is looked at again
+_LOOK_AGAIN = 16  # steps after which a gradient that was dense is examined again
 
 
 @dataclass(kw_only=True)
 class Delta(Pending):
-    """One step on its way into a slot. Gradients are mostly those of the training loop itself; the rest is
-    copies."""
+    """The data of one step to be written to a slot.
+
+    Gradients are mostly the training loop's own tensors; the rest are copies."""
 
     events: list[Event]
     buffers: list[tuple[str, Tensor]]
     blob: Packed
     threads: int
-    """Of torch in the training thread."""
+    """The number of torch's threads in the training thread."""
     seen: list[int]
-    """What `Watch.read` gave when the step ended."""
+    """The result of `Watch.read` at the end of the step."""
     only_measure: bool = False
-    """Find out its size, so that slots can be made; there is no chain yet that it could continue."""
+    """True if only its size is needed, to reserve slots; there is no chain yet that it could continue."""
 
 
 @dataclass
 class Item:
-    """One tensor to store. `event` and `index` say which gradient it is a part of, if it is one."""
+    """A tensor to store. `event` and `index` identify the gradient that it is a part of, if any."""
 
     name: str
     tensor: Tensor
@@ -58,12 +59,12 @@ class Item:
     must_be_finite: bool = False
 
     def hand_over(self) -> tuple[str, Tensor]:
-        """Name and tensor; from now on somebody else keeps it alive."""
+        """Returns name and tensor, and drops the reference to the tensor."""
         tensor, self.tensor = self.tensor, _GONE
         return self.name, tensor
 
     def copied(self) -> None:
-        """Let go of the gradient that this is a part of."""
+        """Releases the gradient that this is a part of, because it has been copied."""
         if self.event is not None:
             self.event.release(self.index)
 
@@ -73,24 +74,22 @@ _GONE = torch.empty(0, device="cpu")
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """How one delta will lie in its slot."""
+    """The items of one delta and their description."""
 
     items: list[Item]
     about: list[dict[str, Any]]
-    """Per event: optimizer, and the form of each parameter's gradient that is not simply dense."""
+    """The optimizer of each event, and the forms of its gradients that are not simply dense."""
 
 
 class Planner:
-    """Chooses forms and layouts; both rarely change from step to step, so it remembers them."""
+    """Chooses forms and layouts. It caches both, because they rarely change from step to step."""
 
     def __init__(
         self,
         names: Sequence[Sequence[str]],
         replicas: Sequence[Sequence[Replicas | None]],
     ) -> None:
-        """Of each optimizer's parameters, in its order: their names, and who else consumes the same
-        gradient.
-        """
+        """`names`, `replicas`: of each optimizer's parameters, in order. Replicas have equal gradients."""
         self._names, self._replicas = names, replicas
         self._dense_at: dict[tuple[int, int], int] = {}
         self._layout: SlotLayout | None = None
@@ -98,7 +97,7 @@ class Planner:
         self._capacity = {REPLAY_BLOB: 0, USER_BLOB: 0}
 
     def plan(self, delta: Delta) -> DeltaPlan:
-        """Raises NotCapturable."""
+        """Chooses the items to store. Raises NotCapturable."""
         sparse = self._look(delta)
         items: list[Item] = []
         about: list[dict[str, Any]] = []
@@ -126,7 +125,7 @@ class Planner:
         return DeltaPlan(items, about)
 
     def layout(self, items: Sequence[Item], replay: int, user: int) -> SlotLayout:
-        """Where everything goes, with room for blobs of these lengths. Raises NotCapturable."""
+        """Returns the slot layout, with room for blobs of these lengths. Raises NotCapturable."""
         for name, length in ((REPLAY_BLOB, replay), (USER_BLOB, user)):
             if length > self._capacity[name]:
                 self._capacity[name] = -(-(length + length // 8) // _BLOB_UNIT) * _BLOB_UNIT
@@ -154,7 +153,7 @@ class Planner:
         return self._layout
 
     def dense_bytes(self, delta: Delta) -> int:
-        """Bytes of its tensors if none were sparse."""
+        """Returns the bytes of its tensors if none were sparse."""
         size = sum(tensor.nbytes for _, tensor in delta.buffers)
         for event in delta.events:
             for index, gradient in enumerate(event.gradients):
@@ -165,13 +164,14 @@ class Planner:
         return size
 
     def _share(self, event: Event, index: int, gradient: Tensor) -> tuple[int, int] | None:
-        """The elements that this rank stores of it; None: all."""
+        """Returns the range of elements that this rank stores of a gradient; None: all."""
         replicas = self._replicas[event.optimizer][index]
         return None if replicas is None else share_of(gradient, replicas)
 
     def _look(self, delta: Delta) -> set[tuple[int, int]]:
-        """Which gradients are worth a closer look, by event and parameter. One that was dense is left alone
-        for a while."""
+        """Returns the gradients that may be sparse, by event and parameter.
+
+        One that was dense is not examined again for `_LOOK_AGAIN` steps."""
         asked: dict[torch.device, list[tuple[int, int]]] = {}
         for number, event in enumerate(delta.events):
             for index, gradient in enumerate(event.gradients):
@@ -192,7 +192,7 @@ class Planner:
 
 
 def replay_blob(plan: DeltaPlan, hashes: Sequence[str], threads: int) -> bytes:
-    """`threads`: of torch on the CPU; kernels may round differently at the edges of each thread's part."""
+    """Returns the `replay` blob. `threads`: torch's on the CPU, which may affect how kernels round."""
     return json.dumps(
         {"events": plan.about, "hashes": hashes, "threads": threads}, separators=(",", ":")
     ).encode()
@@ -200,7 +200,7 @@ def replay_blob(plan: DeltaPlan, hashes: Sequence[str], threads: int) -> bytes:
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """One update as a delta tells it."""
+    """An update as stored in a delta."""
 
     optimizer: int
     forms: Mapping[str, Any]
@@ -214,8 +214,9 @@ class StoredEvent:
         device: torch.device,
         replicas: Replicas | None = None,
     ) -> Tensor | None:
-        """The gradient of the parameter at `index`, on `device`; of one that is shared (`is_shared`) the own
-        share is in place."""
+        """Returns the gradient of the parameter at `index`, on `device`.
+
+        If it is shared (`is_shared`), only this rank's share is filled in."""
         prefix, form = f"gradient{self.number}/{name}", self.forms.get(str(index))
         shared = self.is_shared(index)
         stored = decode(
@@ -231,14 +232,14 @@ class StoredEvent:
         return whole
 
     def is_shared(self, index: int) -> bool:
-        """Whether every replica stored a part of it."""
+        """Returns whether every replica stored a part of the gradient."""
         form = self.forms.get(str(index))
         return form is not None and form["form"] == "share"
 
 
 @dataclass(frozen=True)
 class StoredDelta:
-    """A delta read back. `step` is the one it leads to."""
+    """A delta read back. `step` is the step that its replay gives."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -248,7 +249,7 @@ class StoredDelta:
 
     @staticmethod
     def read(slot: SlotReader) -> StoredDelta:
-        """Raises ValueError or KeyError if the slot is no delta of ours."""
+        """Reads a delta. Raises ValueError or KeyError if the slot is not a valid delta."""
         about = parse_json(slot.blob(REPLAY_BLOB, REPLAY_BYTES))
         events = tuple(
             StoredEvent(event["optimizer"], event["forms"], number)
@@ -259,6 +260,6 @@ class StoredDelta:
         )
 
     def buffers(self) -> dict[str, Tensor]:
-        """By name in the model."""
+        """Returns the stored buffers by name in the model."""
         prefix = "buffer/"
         return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}

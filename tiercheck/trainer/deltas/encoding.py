@@ -1,14 +1,14 @@
-"""Encodes gradients so that zeros cost nothing: frozen rows, unrouted experts, unused words.
+"""Encodes gradients without their zeros, which come from frozen rows, unrouted experts, unused words.
 
-Every form gives back the same bits, zeros with a sign included:
+Every form is lossless to the bit, including signed zeros:
 
     dense    all elements, in their order in memory (shape and strides are kept)
     rows     the rows of the last dimension that are not zero, and their numbers (embeddings, stacked experts)
     elements the same for single elements (top-k training)
-    zero     nothing
+    zero     no data
     coo      a torch.sparse gradient: its indices and values as they are
 
-Whether a gradient is worth a closer look is told by a sample of it.
+A sample decides whether a gradient is examined completely.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tiercheck.trainer.state.readable import is_record
 from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name, dtype_of, local_shard
 
 SAMPLE = 1024
-"""Elements looked at first."""
+"""The number of elements examined first."""
 WORTH = 0.75
-"""A sparse form is used if it takes less than this part of the dense one."""
-_SMALL = 64 * 1024  # bytes: not worth a look
-_CHUNK = 16 * 1024 * 1024  # bytes looked at in one call
+"""The part of the dense size below which a sparse form is used."""
+_SMALL = 64 * 1024  # bytes: smaller gradients are not examined
+_CHUNK = 16 * 1024 * 1024  # bytes examined in one call
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The parts to store, by suffix ("" is the gradient itself), and what `decode` must know beside them.
+    """The parts to store, by suffix ("" is the gradient itself), and the parameters for `decode`.
 
     `about` is None for the common case: dense, in plain order, described by the stored tensor itself.
     """
@@ -50,7 +50,7 @@ class Encoded:
 
 @torch.no_grad()
 def encode(gradient: Tensor, sparse: bool = True) -> Encoded:
-    """The smallest form. Parts may share memory with `gradient`. `sparse`: whether it is worth a closer look.
+    """Returns the smallest form, which may share memory with `gradient`. `sparse`: try sparse forms.
 
     Raises NotCapturable for layouts other than strided and COO.
     """
@@ -73,10 +73,10 @@ def encode(gradient: Tensor, sparse: bool = True) -> Encoded:
 def decode(
     part: Callable[[str], Tensor | None], about: Mapping[str, Any] | None, device: torch.device
 ) -> Tensor | None:
-    """Inverse of `encode`; `part` gives what was stored under a suffix. None if nothing was: there was no
-    gradient.
+    """Decodes the result of `encode`; None if nothing was stored, because there was no gradient.
 
-    The result does not share memory with the parts, so it is aligned as a gradient of torch is.
+    `part` returns what was stored under a suffix. The result does not share memory with the parts, so it is
+    aligned as torch's gradients are.
     """
     form = about["form"] if about else "dense"
     if form == "dense":
@@ -104,7 +104,7 @@ def decode(
 
 
 def may_be_sparse(gradient: Tensor) -> bool:
-    """Whether a sparse form exists for it, and could save more than it costs."""
+    """Returns whether a sparse form exists for the gradient and could be worth its cost."""
     return (
         gradient.layout is torch.strided
         and gradient.nbytes >= _SMALL
@@ -115,13 +115,13 @@ def may_be_sparse(gradient: Tensor) -> bool:
 
 @torch.no_grad()
 def look_sparse(gradients: Sequence[Tensor]) -> list[bool]:
-    """Of each, all on one device, whether a good part of a sample is zero. One transfer tells it of all."""
+    """Returns for each whether over half a sample is zero. All are on one device, for one transfer."""
     if not gradients:
         return []
     samples = []
     for gradient in gradients:
         bits = _bits(gradient).view(-1)
-        samples.append(bits[:: bits.numel() // SAMPLE | 1])  # odd, or it might only ever see one column
+        samples.append(bits[:: bits.numel() // SAMPLE | 1])  # odd: an even stride might cover one column
     counts = torch.stack([torch.count_nonzero(sample) for sample in samples]).tolist()
     return [2 * count < sample.numel() for count, sample in zip(counts, samples, strict=True)]
 
@@ -140,7 +140,7 @@ def _sparse(gradient: Tensor) -> Encoded | None:
         Encoded({"/index": index, "/values": gradient.view(-1, width)[index]}, about) if width > 1 else None
     )
     if rows is not None and rows.nbytes * 8 < gradient.nbytes:
-        return rows  # small enough; a closer look costs more than it saves
+        return rows  # small enough: trying single elements costs more than it saves
     single = _not_zero(bits.view(-1, 1))
     if single.numel() * (gradient.element_size() + single.element_size()) < (
         rows.nbytes if rows is not None else gradient.nbytes
@@ -150,7 +150,7 @@ def _sparse(gradient: Tensor) -> Encoded | None:
 
 
 def _not_zero(by_row: Tensor) -> Tensor:
-    """Numbers of the rows with a bit in them, found chunk by chunk so that little memory is needed."""
+    """Returns the numbers of rows with a bit set. Works in chunks, to need little memory."""
     step = max(1, _CHUNK // (by_row.shape[1] * by_row.element_size()))
     found = []
     for begin in range(0, by_row.shape[0], step):
@@ -166,7 +166,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _in_memory_order(gradient: Tensor) -> Tensor | None:
-    """All elements as they lie in memory; None if they overlap or leave gaps."""
+    """Returns all elements in memory order; None if they overlap or leave gaps."""
     order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
     plain = gradient.permute(order)
     return plain.view(-1) if plain.is_contiguous() else None
@@ -184,9 +184,7 @@ def _moved(stored: Tensor, device: torch.device) -> Tensor:
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal in shape, dtype and every bit, so that a NaN equals itself and a signed zero does not equal
-    zero.
-    """
+    """Returns whether shape, dtype and all bits are equal: a NaN equals itself, -0.0 differs from 0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_words(one), _words(other))
@@ -198,7 +196,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def are_equal_by_bits(one: Any, other: Any) -> bool:
-    """Equal, tensors (the shards of sharded ones) by their bits."""
+    """Returns whether values are equal; compares tensors (of sharded ones the shards) by bits."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and have_same_bits(local_shard(one), local_shard(other))

@@ -1,7 +1,7 @@
-"""Notes by hooks what each update consumed, without a change to the training loop.
+"""Records the inputs of each update by hooks, without a change to the training loop.
 
-A step is replayed from that. Gradients are noted by reference and copied while the next step computes. That
-is safe as long as their memory is not used again; where it is (`zero_grad(set_to_none=False)`, the buckets of
+A step is replayed from these. Gradients are recorded by reference and copied while the next step computes.
+This is safe unless their memory is reused; if it is (`zero_grad(set_to_none=False)`, the buckets of
 DistributedDataParallel), or may be, they are copied at once.
 """
 
@@ -24,36 +24,36 @@ from tiercheck.trainer.state.replayable import SCALING
 from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
-"""A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a
-row. DistributedDataParallel moves its buckets once, after the first step."""
+"""The number of times in a row that a gradient in larger memory must be in new memory.
+
+Before that it is copied at once. DistributedDataParallel moves its buckets once, after the first step."""
 
 _WHOLE = {Tensor, type(None)}
 _grad, _local = attrgetter("grad"), attrgetter("_local_tensor")
 _kind = attrgetter("__class__", "layout", "requires_grad")
 _spec = attrgetter("_spec")
-_placements = attrgetter("_spec.placements")  # not the property of that name, which is Python
+_placements = attrgetter("_spec.placements")  # faster than the Python property of that name
 
 
 @dataclass
 class Event:
-    """One call of an optimizer's `step`: everything that it was a function of, beside the state."""
+    """The inputs of one call of an optimizer's `step`, except the state."""
 
     optimizer: int
     gradients: list[Tensor | None]
-    """Per parameter, in the optimizer's order: this rank's shard; None if it has no gradient."""
+    """This rank's shard of each parameter's gradient, in the optimizer's order; None: no gradient."""
     groups: list[dict[str, Any]]
     """The hyper-parameters of each parameter group."""
     scaling: dict[str, Tensor]
     lazy: list[int]
-    """Which gradients are those of the training loop itself, not copies."""
+    """The indices of gradients that are the training loop's own tensors, not copies."""
     seen: list[int] = field(default_factory=list)
-    """torch's in-place counters of the lazy gradients; if one has moved, the gradient is no more what was
-    consumed."""
+    """torch's in-place counters of the lazy gradients. If one has changed, so has its gradient."""
     torn: list[int] = field(default_factory=list)
-    """Gradients that were changed before they were copied."""
+    """The indices of gradients that were changed before they were copied."""
 
     def changed(self) -> list[int]:
-        """Gradients that were changed since `note`."""
+        """Returns the indices of gradients that were changed since `note`."""
         return [
             index
             for index, old, new in zip(self.lazy, self.seen, self._counters(), strict=True)
@@ -61,18 +61,18 @@ class Event:
         ]
 
     def release(self, index: int) -> None:
-        """Let go of a gradient: it has been copied."""
+        """Drops a gradient that has been copied; notes it in `torn` if it has changed."""
         gradient, self.gradients[index] = self.gradients[index], None
         seen = self._seen_at.get(index)
         if gradient is not None and seen is not None and gradient._version != seen:
             self.torn.append(index)
 
     def left_out(self) -> bool:
-        """Whether the kernel found that a gradient overflowed, and did nothing. Waits for the device."""
+        """Returns whether the update was skipped because a gradient overflowed. Waits for the device."""
         return "found_inf" in self.scaling and bool(self.scaling["found_inf"].any())
 
     def note(self) -> None:
-        """From now on the gradients must stay as they are."""
+        """Records the counters; the gradients must not change from here on."""
         self.seen = self._counters()
 
     @cached_property
@@ -84,8 +84,9 @@ class Event:
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on
-    the device, a list) is copied."""
+    """Returns a copy of each parameter group without its parameters.
+
+    Values that a schedule may write in place (a rate on the device, a list) are copied."""
     return [
         {key: _own(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -93,8 +94,7 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _own(value: Any) -> Any:
-    """A copy of a list or dict, and of tensors in there, which may be written in place; other things are as
-    they are."""
+    """Returns a copy of a tensor, list, tuple or dict, which may be written in place; others unchanged."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):
@@ -103,7 +103,7 @@ def _own(value: Any) -> Any:
 
 
 class Recorder:
-    """Lists the events of the step under way. One thread may use it: the one that trains."""
+    """Records the events of the running step. Only for the training thread."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -117,11 +117,11 @@ class Recorder:
 
     @property
     def open(self) -> Event | None:
-        """The update under way."""
+        """Returns the running update."""
         return self._open
 
     def before(self, index: int) -> None:
-        """The update begins: every gradient is final."""
+        """Handles the start of an update, when every gradient is final."""
         if self._open is not None:
             self._inexact = "an update began before the one under way had ended"
         try:
@@ -132,14 +132,14 @@ class Recorder:
         self._open.note()
 
     def after(self, index: int) -> None:
-        """The update has ended."""
+        """Handles the end of an update."""
         event, self._open = self._open, None
         if event is None or event.optimizer != index:
             self._inexact = "an update began before the one under way had ended"
             return
         if not any(
             group.get("fused") for group in event.groups
-        ):  # fused kernels announce a change that they do not make
+        ):  # fused kernels advance counters without a change
             changed = event.changed()
             if changed:
                 self._eager.update((index, number) for number in changed)
@@ -150,9 +150,7 @@ class Recorder:
         self._events.append(event)
 
     def take(self) -> tuple[list[Event], str]:
-        """The events of the step that ends here, and why they do not describe it exactly (empty if they
-        do).
-        """
+        """Ends the step. Returns its events, and the reason why they are not exact (empty if they are)."""
         if self._open is not None:
             self._inexact, self._open = "an update did not end", None
         taken = self._events, self._inexact
@@ -160,12 +158,12 @@ class Recorder:
         return taken
 
     def forget(self) -> None:
-        """Let go of all gradients and copies of them."""
+        """Drops all gradients and copies of them."""
         self._events, self._open, self._inexact = [], None, "the update was not recorded"
         self._staging.clear()
 
     def copy_at_once(self, optimizer: int, gradients: Sequence[int]) -> None:
-        """From now on: the memory of these gradients was used again while they were read."""
+        """Sets gradients to be copied at once, because their memory was reused while they were read."""
         self._eager |= {(optimizer, number) for number in gradients}
 
     @torch.no_grad()
@@ -198,8 +196,9 @@ class Recorder:
     def _used_again(
         self, index: int, given: Sequence[Tensor | None], shards: Sequence[Tensor | None]
     ) -> set[int]:
-        """Gradients, by number, whose memory may be written again before it was copied: all that was not seen
-        to be new each time."""
+        """Returns the indices of gradients with memory that may be overwritten before it is copied.
+
+        These are all that were not seen in new memory each time."""
         eager = {number for optimizer, number in self._eager if optimizer == index}
         last = self._last[index]
         known: dict[int, bool] = {}
@@ -207,19 +206,19 @@ class Recorder:
         for number, (gradient, shard) in enumerate(zip(given, shards, strict=True)):
             if gradient is None or shard is None:
                 continue
-            # Not which tensor it is: `.data` makes another one of the same memory, with a counter of its own.
+            # The storage, not the tensor: `.data` makes a tensor of the same memory with its own counter.
             storage = shard.untyped_storage() if shard.layout is torch.strided else None
             before, last[number] = last.get(number), weakref.ref(gradient if storage is None else storage)
             fresh = before is not None and before() is not (gradient if storage is None else storage)
             if storage is not None:
                 if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
-                    fresh = False  # of a CUDA graph, whose next run writes here without a trace
+                    fresh = False  # of a CUDA graph, and its next run changes no counter
                 elif not storage.resizable():
-                    fresh = False  # none of torch's own memory, but an array of numpy's, say
+                    fresh = False  # not torch's own memory, but for example a numpy array
                 elif (
                     storage.nbytes() != shard.nbytes
-                ):  # others may write it without a trace in this tensor's counter
-                    if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
+                ):  # writes through other tensors do not change this one's counter
+                    if storage._cdata not in known:  # dozens of FSDP2's gradients share one
                         known[storage._cdata] = self._is_fresh((index, number), storage)
                     fresh = known[storage._cdata]
             if not fresh or number in eager:
@@ -234,7 +233,7 @@ class Recorder:
         return times >= _FRESH_STEPS
 
     def _staged(self, index: int, number: int, shard: Tensor) -> Tensor:
-        """A copy, in memory kept for it: the delta before has been copied when the next update begins."""
+        """Returns a copy in reused memory: the previous delta is copied before the next update begins."""
         if shard.layout is not torch.strided:
             return shard.clone()
         key = (len(self._events), index, number)
@@ -245,7 +244,7 @@ class Recorder:
 
 
 def _shards(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The plain tensors that this rank has of them. Raises NotCapturable."""
+    """Returns the plain local tensors of gradients. Raises NotCapturable."""
     if {*map(type, gradients)} <= _WHOLE:
         return list(gradients)
     try:
@@ -254,7 +253,7 @@ def _shards(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) ->
         ):
             shards = list(map(_local, gradients))
             if {*map(_kind, shards)} == {(Tensor, torch.strided, False)}:
-                return shards  # as `local_shard`, which makes another tensor of each
+                return shards  # equal to `local_shard`, which would create tensors
     except AttributeError:
         pass  # not all of them are sharded
     return [
@@ -272,21 +271,22 @@ def _shard(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _unscaled_in_place(optimizer: Optimizer) -> set[int]:
-    """Gradients, by number, that a fused kernel divides by the scale where they lie."""
+    """Returns the indices of gradients that a fused kernel divides by the scale in place."""
     fused = [bool(group.get("fused")) for group in optimizer.param_groups for _ in group["params"]]
     return {number for number, in_place in enumerate(fused) if in_place}
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers, modules and CUDA graphs hold
-    on to them."""
+    """Restores the result of `hyper_parameters`.
+
+    Tensors are written in place, because schedulers, modules and CUDA graphs refer to them."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             group[key] = _put_back(group.get(key), value)
 
 
 def _put_back(present: Any, value: Any) -> Any:
-    """`value`, in the place of `present`."""
+    """Returns `value`, copied into `present` if possible."""
     if isinstance(value, Tensor):
         return present.copy_(value) if _fits(present, value) else value
     if type(value) in (list, tuple) and type(present) is type(value) and len(present) == len(value):
@@ -301,7 +301,7 @@ def _fits(present: Any, value: Tensor) -> bool:
 
 
 class UpdateHooks:
-    """Until they are removed."""
+    """The hooks on optimizer steps, registered until `remove`."""
 
     def __init__(
         self,
@@ -310,8 +310,9 @@ class UpdateHooks:
         after: Callable[[int, Optimizer, Any, Any], None],
         after_any: Callable[..., None],
     ) -> None:
-        """`before` and `after` are told the optimizer's index, and what hooks are told; `after_any` hears of
-        every optimizer of the process."""
+        """Calls `before` and `after` with the optimizer's index and the hook's arguments.
+
+        `after_any` is called for every optimizer of the process."""
         self._optimizers = optimizers
         self._before = [
             optimizer.register_step_pre_hook(partial(before, index))
@@ -324,9 +325,9 @@ class UpdateHooks:
         self._after_any = register_optimizer_step_post_hook(after_any)
 
     def move_inside(self) -> None:
-        """Make them the last before and the first after the update.
+        """Makes them the last hooks before and the first after the update.
 
-        Then what other hooks change - clipping before, averaging after - is seen as what it is.
+        Changes by other hooks are then attributed correctly: clipping before, averaging after.
         """
         for optimizer, before, after in zip(self._optimizers, self._before, self._after, strict=True):
             hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})

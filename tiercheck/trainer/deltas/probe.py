@@ -1,9 +1,9 @@
-"""Proves while training that a replay gives the very bits, by making an update again on clones.
+"""Checks during training that a replay gives the same bits, by repeating updates on clones.
 
-In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by
-an autotuner, by hand. A class of torch's is believed until it fails, another one only after it agreed. The
-clones are what a restart would have (`clones.py`), and a stranger's other attributes are as they were when
-the script had just built it. Random numbers differ on purpose.
+It does so in the first updates and then periodically, because another kernel may be chosen: by the batch
+size, by an autotuner, by the user. torch's own classes are trusted until they fail, others only after they
+agreed. The clones are as after a restart (`clones.py`), and other attributes of a third-party optimizer are
+as they were just after its construction. Random numbers differ on purpose.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.replayable import is_function, is_known, is_value, own_attributes
 
 SAMPLE_BYTES = 64 * 1024 * 1024
-"""Parameters, state and gradients that are cloned at most. A stranger's update that mixes more parameters
-than these is not believed."""
+"""The most bytes of parameters, state and gradients to clone.
+
+A third-party optimizer that mixes more parameters in an update is not trusted."""
 TIMES = 2
-"""Updates that must agree at first."""
+"""The number of first updates that must agree."""
 EVERY = 1000
-"""Updates from one probe to the next after that."""
+"""The number of updates between later probes."""
 _FIRST = 2
-"""The update that is looked at first: at the one before hooks are not yet in order, and the state is being
-made."""
+"""The first update to probe: at the one before, hooks are not in order and the state is created."""
 
 
 class ProbeRefused(Exception):
-    """The optimizer cannot be replayed exactly, and why."""
+    """The error for an optimizer that cannot be replayed exactly, with the reason."""
 
 
 class Probe:
-    """Watches the updates of one optimizer. Between probes it only counts them."""
+    """Probes some updates of one optimizer, and counts the others."""
 
     def __init__(self, optimizer: Optimizer, room: int) -> None:
-        """At the start of the script, before any update. `room`: bytes that may be cloned."""
+        """Must be created before any update. `room`: bytes that may be cloned."""
         self._optimizer = optimizer
         self._known = is_known(optimizer)
         fresh, self._odd = ({}, "") if self._known else _attributes(optimizer)
@@ -57,31 +57,32 @@ class Probe:
         return self._known or self._agreed >= TIMES
 
     def begins(self) -> bool:
-        """An update begins. Whether it is to be looked at."""
+        """Counts an update that begins. Returns whether to probe it."""
         self._updates += 1
         return self.due
 
     @property
     def due(self) -> bool:
-        """Whether the update under way is to be looked at, if it can be."""
+        """Returns whether to probe the running update, if that is possible."""
         return self._updates >= self._next
 
     def before(self, event: Event | None) -> None:
-        """The real update is about to begin. None: its gradients will be known when it has ended. Raises
-        Refused."""
+        """Clones parameters before the real update. Raises ProbeRefused.
+
+        `event` is None if the gradients are known only after the update."""
         self._clones, self._random = None, None
         if self._odd:
             raise ProbeRefused(f"{self._name} keeps {self._odd} of its own, which no checkpoint holds")
         if event is not None and len(event.gradients) != sum(
             len(g["params"]) for g in self._optimizer.param_groups
         ):
-            return  # it could not be noted
+            return  # the event could not be recorded
         try:
             self._clones = self._cloner.clone(None if event is None else event.gradients)
             if self._clones is not None and event is not None:
                 self._clones.consume(event)
                 self._random = user_state.random_state()
-        except Exception as error:  # whatever a stranger's class does
+        except Exception as error:  # any error of a third-party class
             self._clones = None
             if not (self._known and isinstance(error, torch.OutOfMemoryError)):
                 raise ProbeRefused(f"a copy of {self._name} cannot be made: {error!r}") from error
@@ -91,8 +92,7 @@ class Probe:
             self._next = self._updates + EVERY
 
     def after(self, event: Event) -> None:
-        """The real update, which consumed `event`, has ended: do the same to the clones, and compare. Raises
-        Refused."""
+        """Repeats the update `event` on the clones, and compares. Raises ProbeRefused."""
         clones, self._clones = self._clones, None
         if clones is None:
             return
@@ -122,11 +122,11 @@ class Probe:
 
 
 class Probes:
-    """Of all optimizers of a Checkpointer."""
+    """The probes of all optimizers of a Checkpointer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Many small optimizers, one for each parameter, say, are probed in the same step: together they clone
-        # no more than one does.
+        # Many small optimizers, for example one per parameter, are probed in the same step, so they share the
+        # limit.
         share = SAMPLE_BYTES // max(1, sum(map(is_known, optimizers)))
         self._probes = [Probe(each, share if is_known(each) else SAMPLE_BYTES) for each in optimizers]
 
@@ -135,7 +135,7 @@ class Probes:
 
     @property
     def believed(self) -> bool:
-        """Whether every optimizer is."""
+        """Returns whether every optimizer is trusted."""
         return all(probe.believed for probe in self._probes)
 
 
@@ -149,11 +149,10 @@ def _step(clones: Clones) -> None:
 
 
 def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
-    """Copies of what the class keeps beside parameters and state; and what of it is not plain (empty if
-    nothing)."""
+    """Returns copies of the optimizer's other attributes, and one that is not plain (empty if none)."""
     found: dict[str, Any] = {}
     for name, value in own_attributes(optimizer):
-        if is_function(value):  # of the class's choice; the script will set the same one again
+        if is_function(value):  # chosen by the class; the script will set the same one again
             found[name] = value
         elif is_value(value):
             found[name] = copy.deepcopy(value)

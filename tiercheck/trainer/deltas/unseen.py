@@ -1,14 +1,14 @@
-"""Finds changes that deltas would not tell: updates past every hook, frozen weights, large buffers.
+"""Detects changes that deltas do not record: updates without hooks, frozen weights, large buffers.
 
-Hooks tell when the state is about to change. Where none is called, the bytes tell that it has changed; then
-copies cannot go on beside training, and what cannot be captured at all is told.
+Hooks announce changes of the state. If none is called, the bytes show a change; then copies cannot run beside
+training, and state that cannot be captured is reported.
 
-An optimizer may be one of several that was forgotten, one inside of an object that only looks like an
-optimizer, or one that the script made anew. What it keeps of what it trains is in no version.
+An optimizer that was not given to the Checkpointer may be a forgotten one, one inside an object that only
+resembles an optimizer, or one that the script has recreated. Its state is in no version.
 
-Torch's counters miss what is written through `.data`. In host memory the training thread looks at bytes
-(`Watch`, `Buffers`). On a device that would be work for it at each step; there the saver's thread takes a
-sample, beside the copies of a delta, and compares it with that of the snapshot or delta before.
+torch's counters miss writes through `.data`. In host memory the training thread compares bytes (`Watch`,
+`Buffers`). On a device that would delay each step; there the saver thread takes a sample beside the copies of
+a delta, and compares it with that of the previous snapshot or delta.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FOREIGN = (
     "state is in no version. Give it to a new Checkpointer"
 )
 _PATIENCE = 2
-"""Steps in a row that somebody else must have made."""
+"""The number of consecutive steps that another optimizer must have made."""
 
 
 class Unseen:
-    """Of one Checkpointer, in the training thread."""
+    """Detects updates of a Checkpointer's parameters that call no hook. Only for the training thread."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -46,12 +46,10 @@ class Unseen:
         self._before: tuple[Sample, Sample] | None = None
         self._samplers = Sampler(), Sampler()
         self.found = ""
-        """COMPILED or FOREIGN; empty: every update so far was seen."""
+        """COMPILED or FOREIGN; empty: every update so far called hooks."""
 
     def hooked(self) -> bool:
-        """A hook is called. False if the update is only being recorded, and will happen later, when none
-        is.
-        """
+        """Notes the call of a hook. Returns False during the capture of a CUDA graph, which runs later."""
         self._hooked = True
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.found = self.found or COMPILED
@@ -59,7 +57,7 @@ class Unseen:
         return True
 
     def look(self) -> None:
-        """A step ends. Costs nothing as long as hooks are called."""
+        """Checks at the end of a step for an unseen update. Costs nothing if hooks were called."""
         hooked, self._hooked = self._hooked, False
         if hooked:
             self._before, self._foreign = None, 0
@@ -67,7 +65,7 @@ class Unseen:
                 self.found = ""
             return
         if self.found == COMPILED and not all(parameter.is_cpu for parameter in self._parameters()):
-            return  # to look again would wait for the device at each step
+            return  # another sample would wait for the device at each step
         before, self._before = (
             self._before,
             (
@@ -76,11 +74,11 @@ class Unseen:
             ),
         )
         if before is None or before[0].equals(self._before[0]):
-            return  # no update either: one whose gradients overflowed is left out
+            return  # no update at all: one with overflowed gradients is skipped
         if not (before[1].equals(self._before[1]) and self._states()):
             self.found = self.found or COMPILED
             return
-        # once may be an update left out, and something that the script does to its weights all the same
+        # a single one may be a skipped update together with another change of weights by the script
         self._foreign += 1
         if self._foreign >= _PATIENCE:
             self.found = FOREIGN
@@ -102,16 +100,16 @@ class Unseen:
 
 
 _LOOKS = 2
-"""Updates after which an optimizer is looked at: some make their state only at the second one."""
+"""The number of updates at which an optimizer is examined: some create state only at the second."""
 _LASTING = 100
-"""Updates after which one is no passing thing, such as that of an inner loop."""
+"""The number of updates after which an optimizer is not temporary, such as one of an inner loop."""
 _DEEP, _MANY = 5, 10_000
-"""How far into the script's objects an optimizer is looked for, and in how many of them."""
+"""The depth and the number of the script's objects in which an optimizer is searched for."""
 _PLAIN = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
 
 
 class NotGiven:
-    """Hears of every update of every optimizer in this process."""
+    """Detects optimizers that train saved parameters and were not given to the Checkpointer."""
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class NotGiven:
         state: Iterable[Any],
         warn: Callable[[str, str], None],
     ) -> None:
-        """`modules`, `optimizers`, `state`: all that is saved."""
+        """`modules`, `optimizers`, `state`: the saved objects."""
         self._modules = modules
         self._optimizers = optimizers
         self._state = list(state)
@@ -129,17 +127,16 @@ class NotGiven:
         self._lost: list[weakref.ref[Optimizer]] = []
 
     def updated(self, optimizer: Optimizer, *_: object) -> None:
-        """A step of it has ended. Never raises."""
+        """Handles the end of a step of any optimizer in the process. Never raises."""
         if torch.compiler.is_compiling() or any(optimizer is each for each in self._optimizers):
             return
         try:
             self._count(optimizer)
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._warn(type(error).__name__, repr(error))
 
     def lost(self) -> str:
-        """What is in no version, and would be needed; empty: nothing. As long as an optimizer lives, it may
-        go on."""
+        """Returns a message about a live optimizer with needed state that is in no version; empty: none."""
         alive = (each() for each in self._lost)
         return next(
             (
@@ -178,14 +175,15 @@ class NotGiven:
         return {*map(id, trained), *(id(p) for module in self._modules for p in module.parameters())}
 
     def _stands_for_another(self, optimizer: Optimizer) -> bool:
-        """Whether one that was given shows its state, it only passes on to one, or the script's own `state`
-        leads to it."""
+        """Returns whether the optimizer is covered by a given one or by the script's `state`.
+
+        It shares a given one's state, wraps a given one, or is reachable from `state`."""
         shown = any(optimizer.state is each.state or reaches(optimizer, each) for each in self._optimizers)
         return shown or reaches(self._state, optimizer)
 
 
 def reaches(value: Any, wanted: Optimizer) -> bool:
-    """Whether `wanted` is in what `value` holds, directly or a few objects further."""
+    """Returns whether `wanted` is reachable from `value` over a few objects."""
     seen: set[int] = set()
     now = [value]
     for _ in range(_DEEP):
@@ -208,24 +206,26 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 PATIENCE = 3
-"""Deltas that turn out not to tell all before none are taken any more."""
+"""The number of incomplete deltas after which no more are taken."""
 
 
 class Untold:
-    """Of one model. But for `watch`, `begin` and `hopeless`, of the saver's thread."""
+    """Detects changes of one model's tensors that deltas do not record.
+
+    Only for the saver thread, except `watch`, `begin` and `hopeless`."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._sampler = Sampler()
         self._known: dict[str, int] = {}
         self._moved: tuple[int, set[str]] = 0, set()
-        """The newest snapshot, and what it had otherwise than what came before it."""
+        """The step of the newest snapshot, and the tensors that had changed in it."""
         self._count = 0
         self.hopeless = ""
-        """What keeps changing."""
+        """The name of a tensor that keeps changing; empty: none."""
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
-        """These from now on, by their names in a snapshot. Those in host memory are left out."""
+        """Sets the tensors to check, by name in a snapshot. Those in host memory are left out."""
         shards = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
         self._tensors = {
             name: shard
@@ -234,26 +234,25 @@ class Untold:
         }
 
     def begin(self) -> None:
-        """Training begins: the first delta goes on from what is there now. Waits for the device."""
+        """Records the state at the start of training, for the first delta. Waits for the device."""
         if looked := self.look():
             self._known = dict(zip(looked[0], looked[1].sums, strict=True))
 
     def look(self) -> tuple[Mapping[str, Tensor], Sample] | None:
-        """Of what the device has when it comes to this; None: there is nothing to look at."""
+        """Enqueues a sample of the tensors on the device; None: there are none to check."""
         tensors = self._tensors
         return (tensors, self._sampler.take(list(tensors.values()))) if tensors else None
 
     def snapshot(self, step: int, sums: Mapping[str, int]) -> None:
-        """A snapshot of that step has these, by name."""
+        """Records the checksums of a snapshot's tensors, by name."""
         seen = {name: sums[name] for name in self._tensors if name in sums}
         self._moved = step, self._changed(seen)
         self._known |= seen
 
     def delta(self, step: int, looked: tuple[Mapping[str, Tensor], Sample], told: Collection[str]) -> str:
-        """Name of something that is otherwise than before, and that the delta of that step does not tell of;
-        empty: nothing is.
+        """Returns the name of a changed tensor that a step's delta does not record; empty: none.
 
-        `told`: names of what it does. Waits for the device.
+        The last argument names the tensors that it records. Waits for the device.
         """
         tensors, sample = looked
         seen = dict(zip(tensors, sample.sums, strict=True))

@@ -1,7 +1,7 @@
-"""Tells whether anything but the optimizer changed the state, which would make a delta inexact.
+"""Detects changes of the state by anything but the optimizer, which would make a delta inexact.
 
-Torch's in-place counters tell. For what is written behind their back, as through `.data`, a sample of the
-parameters' bytes does, where looking costs no wait for a device.
+torch's in-place counters show them. For writes that these miss, such as through `.data`, a sample of the
+parameters' bytes is compared, where this needs no wait for a device.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._ve
 
 
 class VersionCounters:
-    """torch's in-place counters of these tensors, with next to no Python for any of them: they are read
-    several times in each step.
+    """Reads torch's in-place counters of tensors. Uses little Python, as each step reads them often.
 
-    Of a sharded one that of its shard is read: what is written through the whole is written there, and what
-    somebody writes who has got hold of the shard is written there alone.
+    For a sharded tensor it reads the counter of the shard, which counts writes through the whole tensor and
+    through the shard itself.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -41,14 +40,14 @@ class VersionCounters:
         self._shards = [tensors[number] for number in self._sharded]
 
     def read(self) -> list[int]:
-        """Two readings are equal if nothing was written in place between them."""
+        """Returns the counters. Two readings are equal if there was no in-place write between them."""
         try:
             return read_each(_version, self._wholes) + read_each(_shard_version, self._shards)
         except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
             return [*map(_own, self._wholes), *map(_of_any, self._shards)]
 
     def moved(self, before: list[int], after: list[int]) -> set[int]:
-        """The tensors, by number, that were written between two readings."""
+        """Returns the numbers of the tensors that were written between two readings."""
         if before == after:
             return set()
         numbers = chain(self._plain, self._sharded)
@@ -56,12 +55,12 @@ class VersionCounters:
 
 
 class Watch:
-    """Counters of every parameter of the model and of everything the optimizers keep."""
+    """Watches all parameters of the model and all state of the optimizers for changes."""
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()
     ) -> None:
-        """`sent`: parameters that other ranks may update, and send here by way of `.data`."""
+        """`sent`: parameters that other ranks may update and send here through `.data`."""
         self._optimizers = optimizers
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
         known: dict[int, Tensor] = {}
@@ -79,8 +78,9 @@ class Watch:
         self._sampler = Sampler()
 
     def read(self) -> list[int]:
-        """Two readings are equal if nothing was changed in place, or replaced, between them. This runs three
-        times in every step."""
+        """Returns a reading, equal to another one if nothing was changed in place or replaced in between.
+
+        This runs three times in every step."""
         found = self._parameters.read()
         for kept in self._kept:
             found += kept.read()
@@ -88,11 +88,11 @@ class Watch:
         return found
 
     def bytes(self) -> int:
-        """A checksum of the sample."""
+        """Returns a checksum of the sample."""
         return self._sampler.take(self._seen).sum()
 
     def elsewhere(self) -> Callable[[list[int]], bool]:
-        """For another thread: whether all is as when `read` gave this."""
+        """Returns a function, for another thread, that compares the state with a result of `read`."""
         other = copy.copy(self)
         other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
         listed = trained_parameters(self._optimizers)
@@ -100,45 +100,43 @@ class Watch:
 
 
 def trained_parameters(optimizers: Sequence[Optimizer]) -> list[list[int]]:
-    """Which parameters each group of each optimizer has."""
+    """Returns the identities of the parameters of each optimizer's groups."""
     return [[*map(id, group["params"])] for optimizer in optimizers for group in optimizer.param_groups]
 
 
 class Tree:
-    """What a model consists of: another module, parameter or buffer in it is none that a delta could tell
-    of.
-    """
+    """The structure of a model. Deltas cannot record an added or replaced module, parameter or buffer."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._owners: list[dict[str, Any]] = [module._parameters for module in modules]
         self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
         self._children: list[dict[str, Any]] = [module._modules for module in modules]
-        # Whoever shards parameters puts whole ones in their places meanwhile.
+        # Sharding libraries temporarily put whole parameters in their places.
         self._by_identity = all(type(parameter) in PLAIN for parameter in model.parameters())
-        self._kept = list(model.parameters()), modules  # so that nothing else has the identity of one
+        self._kept = list(model.parameters()), modules  # so that no other object gets the same id
         self._seen = self._read()
 
     def changed(self) -> bool:
         return self._read() != self._seen
 
     def _read(self) -> list[Any]:
-        """Not which buffers: forward may replace one each time."""
+        """Reads names and identities, but not of buffers, as forward may replace one each time."""
         names = chain.from_iterable(map(dict.keys, (*self._owners, *self._buffers)))
         parameters = chain.from_iterable(map(dict.values, self._owners)) if self._by_identity else ()
         return [*names, *map(id, chain.from_iterable(map(dict.values, self._children))), *map(id, parameters)]
 
 
 class _Kept:
-    """What one optimizer keeps. Which of it are tensors is only found out when something was replaced."""
+    """The state values of one optimizer. Tensors among them are only searched after a replacement."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._values: list[Any] = []
-        """All of it, kept alive so that nothing else has the identity of one."""
+        """All values, kept alive so that no other object gets the same id."""
         self._identities: list[int] = []
         self._containers: list[Any] = []
-        """Lists and dicts among them, whose members count as well."""
+        """The lists and dicts among them. Their members are watched too."""
         self._marks: list[int] = []
         self._counters = VersionCounters([])
 
@@ -146,7 +144,7 @@ class _Kept:
         states = self._optimizer.state.values()
         try:
             kept = list(chain.from_iterable(map(dict.values, states)))
-        except TypeError:  # one keeps something else for a parameter than a dict
+        except TypeError:  # the state of a parameter may be something else than a dict
             kept = list(chain.from_iterable(map(_values, states)))
         identities = [*map(id, kept), *map(id, _members(self._containers))]
         if identities != self._identities:

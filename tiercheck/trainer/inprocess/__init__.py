@@ -1,1 +1,1 @@
-"""In-process recovery: a rank that is lost is replaced, and every other process keeps running."""
+"""Recovers in the process: a rank that is lost is replaced, and every other process keeps running."""

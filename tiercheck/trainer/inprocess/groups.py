@@ -2,8 +2,8 @@
 
 A ProcessGroup object lives as long as its process: DeviceMesh, DTensor, FSDP2, DDP's reducer, compiled code
 and the script's own variables hold it. Only the Backend below it is replaced, through
-`ProcessGroup._register_backend` (torch 2.6 to 2.13). gloo's `abort` wakes nobody who waits in a collective;
-the end of its connections does, also of one to a peer that is stopped
+`ProcessGroup._register_backend` (torch 2.6 to 2.13). gloo's `abort` does not wake a thread that waits in a
+collective; the end of its connections does, also of one to a peer that is stopped
 (docs/design/033-in-process-recovery.md).
 """
 
@@ -29,19 +29,18 @@ from tiercheck.supervised import begin
 
 dist: Any = torch.distributed
 c10d: Any = getattr(dist, "distributed_c10d", None)
-"""Private parts of it are used. None: torch was built without."""
+"""The module with the private parts that are used; None: torch was built without it."""
 
 _RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
-"""The symbol of what empties a ProcessGroup of backends. torch calls it when a group ends, but not from
-Python."""
+"""The symbol that empties a ProcessGroup of backends; torch calls it at its end, but not from Python."""
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _NO_MEMBER = getattr(getattr(c10d, "GroupMember", None), "NON_GROUP_MEMBER", None)
 _LOOK_EVERY = 0.02
 _JOIN_SECONDS = 600.0
-"""How long a rank waits for the others when connections are made anew: one of them may build its model."""
+"""Seconds. Limits the wait for others when connections are made anew: one may build its model."""
 _CLOSE_SECONDS = 1.0
 _HARMLESS = {"init_process_group", "new_group", "barrier", "monitored_barrier", "destroy_process_group"}
-"""Functions of torch.distributed that move no values of the script."""
+"""The functions of torch.distributed that move no values of the script."""
 
 
 class NotAlone(RuntimeError):
@@ -65,18 +64,17 @@ class ReconnectableGroups:
     """Records how each process group of this process is made. `disconnect` may be called by any thread.
 
     A process that joins others that are still there (`ENV_JOINS`) is alone until `reconnect`: collectives
-    return at once and reach nobody, so that it may run its script up to `restore` without the others.
+    return at once and reach no rank, so that it may run its script up to `restore` without the others.
     """
 
     def __init__(self) -> None:
         self.exchanged = ""
-        """Where the script exchanged values with other ranks before `restore`; empty: nowhere."""
+        """The place where the script exchanged values with other ranks before `restore`; empty: none."""
         self._made: list[_Made] = []
         self._before_function = (0, 0)
-        """How many groups there were, and c10d's number of the next, before a function that may be entered
-        again."""
+        """The numbers of groups, and of c10d's next one, before a function that may be entered again."""
         self._known: dict[str, _Made] = {}
-        """Groups of such a function that it has yet to ask for again, by name."""
+        """The groups of such a function that it has not yet requested again, by name."""
         self._sockets: set[tuple[int, str]] = set()
         self._closed = False
         self._in_setup = c10d is not None and ENV_RUN_DIR in os.environ
@@ -88,23 +86,25 @@ class ReconnectableGroups:
 
     @property
     def alone(self) -> bool:
-        """Whether the other ranks are there already, and this one is still to join them."""
+        """Returns whether the other ranks are there already, and this one is still to join them."""
         return os.environ.get(ENV_JOINS) == "1"
 
     def end_of_setup(self) -> None:
-        """The script has come to `restore`: what it exchanges from here on is of its steps."""
+        """Ends the setup, when the script calls `restore`: later exchanges of values are of its steps."""
         if self._in_setup:
             c10d._rank_not_in_group, self._in_setup = self._is_outside, False
             self._known.clear()
 
     def enter_function(self) -> None:
-        """A function begins that may be entered again, and then asks for its groups again."""
+        """Records the groups that exist before a function that may be called again and remake its own."""
         if c10d is not None:
             self._before_function = len(self._made), c10d._world.group_count
 
     def part(self) -> None:
-        """Leave all others: until `reconnect`, the script is alone and in its setup, as a process that joins
-        is. A function that is entered again gets the groups that it made before."""
+        """Leaves the other ranks: until `reconnect` the script is in its setup, as in a process that joins.
+
+        A function that is entered again gets the groups that it made before.
+        """
         os.environ[ENV_JOINS] = "1"
         if not self._made:
             return
@@ -134,7 +134,7 @@ class ReconnectableGroups:
         return "" if _release() else "this torch cannot give a process group another backend"
 
     def disconnect(self) -> None:
-        """Close what is below every group: who waits in a collective, here or at a peer, gets an error."""
+        """Closes the connections of all groups: a collective that waits, here or at a peer, gets an error."""
         self._closed = True
         for descriptor, inode in self._sockets & _open_sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -143,12 +143,14 @@ class ReconnectableGroups:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def reopen(self) -> None:
-        """From here on `reconnect` may be called; another `disconnect` interrupts it."""
+        """Allows `reconnect`; another `disconnect` interrupts it."""
         self._closed, self._sockets = False, set()
 
     def reconnect(self, host: str, port: int, rank: int, world_size: int) -> None:
-        """Meet the others at rank 0's store and give each group new connections, in the order in which groups
-        were made. A collective call. Raises Interrupted, RuntimeError, DistBackendError."""
+        """Gives each group new connections, in the order in which groups were made. A collective call.
+
+        The ranks meet at rank 0's store. Raises Interrupted, RuntimeError, DistBackendError.
+        """
         os.environ.pop(ENV_JOINS, None)
         if not self._made:
             return
@@ -164,7 +166,7 @@ class ReconnectableGroups:
         self._refuse_closed()
 
     def _renew(self, store: Any, backend: str | None = None) -> None:
-        """Put new backends below all groups, of their own kinds if no other is given."""
+        """Puts new backends below all groups, of their own kinds if no other is given."""
         there = c10d._world.pg_names
         self._made = [made for made in self._made if made.group is None or made.group in there]
         with _tables_set_aside() as (default, kept):
@@ -186,7 +188,7 @@ class ReconnectableGroups:
             raise Interrupted("a newer attempt has begun")
 
     def _wait_until_listening(self, host: str, port: int) -> None:
-        """By looks from here: the store's own wait cannot be interrupted."""
+        """Polls the store until it listens, because its own wait cannot be interrupted."""
         end = time.monotonic() + _JOIN_SECONDS
         while True:
             self._refuse_closed()
@@ -251,8 +253,7 @@ class ReconnectableGroups:
         return iter([found])
 
     def _notice_exchange(self, group: Any) -> Any:
-        """Called by each function of torch.distributed. Raises NotAlone if the script called one that moves
-        values, and nobody is there."""
+        """Records an exchange of values; torch.distributed's functions call it. Raises NotAlone if alone."""
         if not self.exchanged and (place := _called_by_script()):
             self.exchanged = place
             if self.alone:
@@ -262,12 +263,12 @@ class ReconnectableGroups:
 
 @functools.cache
 def groups() -> ReconnectableGroups:
-    """Those of this process."""
+    """Returns the groups of this process."""
     return ReconnectableGroups()
 
 
 def _called_by_script() -> str:
-    """Returns where a function that moves values was called, unless torch itself did; else nothing."""
+    """Returns where the script called a function that moves values; empty: torch itself did, or none."""
     frame, called = sys._getframe(2), ""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_globals["__name__"] not in (c10d.__name__, "torch.distributed.c10d_logger"):
@@ -284,7 +285,7 @@ def _called_by_script() -> str:
 
 @functools.cache
 def _init_only_once() -> None:
-    """Have `init_process_group` leave a default group as it is, wherever a script has imported it to."""
+    """Makes `init_process_group` leave a default group as it is, wherever a script has imported it to."""
     known: Callable[..., None] = c10d.init_process_group
 
     @functools.wraps(known)
@@ -317,8 +318,7 @@ def _release() -> Any:
 
 
 def _put_below(group: Any, new: Any) -> list[Any]:
-    """Give `group` the backends of `new`, and return its old ones. With the last reference to one its threads
-    end."""
+    """Gives `group` the backends of `new`. Returns the old ones: without references their threads end."""
     kinds, old = c10d.Backend.backend_type_map, _backends(group)
     found = {device: each._get_backend(device) for each in (group, new) for device in each._device_types}
     _release()(group._id())
@@ -334,7 +334,7 @@ def _backends(group: Any) -> list[Any]:
 
 
 def _open_sockets() -> set[tuple[int, str]]:
-    """Descriptor and inode of each socket of this process."""
+    """Returns descriptor and inode of each socket of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -349,8 +349,10 @@ _Tables = dict[str, dict[Any, Any]]
 
 @contextlib.contextmanager
 def _tables_set_aside() -> Iterator[tuple[Any, _Tables]]:
-    """c10d's tables of groups are empty meanwhile; yields the default group and what was in them. If the
-    block raises, they are as they were."""
+    """Empties c10d's tables of groups meanwhile; yields the default group and what was in them.
+
+    If the block raises, they are as they were.
+    """
     world = c10d._world
     default, count = c10d._get_default_group(), world.group_count
     kept: _Tables = {name: dict(getattr(world, name)) for name in _TABLES}
@@ -375,7 +377,7 @@ def _tables_set_aside() -> Iterator[tuple[Any, _Tables]]:
 
 
 def _hand_over(renewed: list[tuple[Any, Any]], kept: _Tables) -> None:
-    """Enter the old groups in c10d's tables, with what is new about the connections below."""
+    """Enters the old groups in c10d's tables, with what is new about the connections below."""
     world = c10d._world
     for group, new in renewed:
         entry = world.pg_map[new]

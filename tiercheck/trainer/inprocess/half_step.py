@@ -1,4 +1,4 @@
-"""Forgets a step that was left in the middle: state of wrappers, gradients, the graph."""
+"""Clears what an interrupted step left: state of wrappers, gradients, the graph."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OF_A_STEP = (
     "_partial_reduce_output",
     "_all_reduce_state",
 )
-"""What FSDP2 keeps of a step in a group of parameters (torch 2.6 to 2.13). No version has all of it."""
+"""The state of a step in FSDP2's groups of parameters (torch 2.6 to 2.13). No version has all of it."""
 
 _OF_A_PIPELINE = (
     *("_internal_losses", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"),
     *("bwd_cache", "backward_state", "dw_runner"),
 )
-"""What a schedule and its stages keep of a step. The next one would take a loss of it for its own."""
+"""The state of a step in a schedule and its stages. The next one would take a loss of it for its own."""
 
 
 class CannotForget(RuntimeError):
@@ -38,8 +38,7 @@ class CannotForget(RuntimeError):
 
 
 def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None:
-    """Have the next forward pass find wrapped `models` as after a complete step. Raises CannotForget, or what
-    the device has to say."""
+    """Resets wrapped `models` as after a complete step. Raises CannotForget, or an error of the device."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     try:
@@ -61,8 +60,7 @@ def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None
 
 
 def free_graph(trace: TracebackType | None) -> None:
-    """Cut the graphs of the tensors that the frames of an exception hold: the next forward pass would be a
-    second one beside them in memory."""
+    """Cuts the graphs of tensors in an exception's frames, so that memory never holds two graphs at once."""
     for frame, _ in traceback.walk_tb(trace):
         for value in list(frame.f_locals.values()):
             if isinstance(value, Tensor) and value.grad_fn is not None and not value._is_view():
@@ -72,13 +70,12 @@ def free_graph(trace: TracebackType | None) -> None:
 
 
 def collect_half_step() -> None:
-    """Free what only garbage holds of it. All of it where memory is scarce: that takes as long as a step."""
+    """Frees what only garbage holds of the step: all where memory is scarce, which takes a step's time."""
     gc.collect(2 if torch.cuda.is_initialized() else 1)  # type: ignore[no-untyped-call]
 
 
 def _reset_schedules() -> None:
-    """Have the schedule of a pipeline exchange shapes with the other stages as at its first step: the rank
-    that joins does so."""
+    """Makes a pipeline's schedule exchange shapes as at its first step, as the rank that joins does."""
     if (module := sys.modules.get("torch.distributed.pipelining.schedules")) is None:
         return
     for each in gc.get_objects():

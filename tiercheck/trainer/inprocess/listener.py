@@ -24,9 +24,9 @@ _LONGEST_LINE = 1024 * 1024
 
 
 class OrderListener:
-    """Of one rank. `interrupt` is called in its thread, once for each newer attempt.
+    """Follows orders for one rank. `interrupt` is called in its thread, once for each newer attempt.
 
-    With a `refusal` it only says why the process cannot stay.
+    With a `refusal` it only reports why the process cannot stay.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class OrderListener:
         self._left = 0
         """The attempt for which the step was left; 0: none."""
         self._failed = False
-        """A step of the attempt itself was left, because a collective failed."""
+        """True if a step of the attempt itself was left, because a collective failed."""
         self._socket: socket.socket | None = None
         self._closed = False
         begin("tiercheck-listener", self._listen)
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a newer attempt than that of this rank has begun, and its process may stay."""
+        """Returns whether a newer attempt than that of this rank has begun, and its process may stay."""
         order = self._order
         return order is not None and order.attempt > self._attempt
 
     def wait_interrupted(self, seconds: float) -> bool:
-        """Wait until it is. After so long the collective's failure is reported: it may be all that failed."""
+        """Waits for a newer attempt. After `seconds` reports the collective: it may be all that failed."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_interrupted, seconds):
                 self._failed = True
@@ -67,7 +67,7 @@ class OrderListener:
             return self._changed.wait_for(lambda: self.is_interrupted)
 
     def leave_step(self) -> Order:
-        """Say that the step was left for the newest attempt, and return its order."""
+        """Reports that the step was left for the newest attempt, and returns its order."""
         with self._changed:
             order = self._order
             assert order is not None
@@ -77,8 +77,7 @@ class OrderListener:
             return order
 
     def wait_released(self, released: Callable[[], None]) -> Order:
-        """Wait for the release of the newest attempt. `released` is called then, before anybody can interrupt
-        that one."""
+        """Waits for the newest attempt's release. Calls `released` before that can be interrupted."""
         with self._changed:
             while True:
                 order = self.leave_step()
@@ -89,7 +88,7 @@ class OrderListener:
                 self._changed.wait()
 
     def close(self) -> None:
-        """The process does not stay any more: its next failure elsewhere ends it."""
+        """Stops: the process does not stay any more, and the next failure of another rank ends it."""
         with self._changed:
             self._closed = True
             if self._socket is not None:
@@ -99,7 +98,7 @@ class OrderListener:
     def _tell(self) -> None:
         said = StepLeft(self._attempt, failed=True) if self._failed else StepLeft(self._left)
         if said.attempt and self._socket is not None:
-            with contextlib.suppress(OSError):  # said again with the next connection
+            with contextlib.suppress(OSError):  # sent again with the next connection
                 self._socket.sendall(to_json(said) + b"\n")
 
     def _listen(self) -> None:
@@ -124,7 +123,7 @@ class OrderListener:
         with self._changed:
             known = self._order
             if order.attempt <= self._attempt or self._rank not in order.listens:
-                return  # of a newer one, the launcher ends this process
+                return  # if it is newer, the launcher ends this process
             self._order = order
             is_new = known is None or order.attempt > known.attempt
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Makes loops and functions that outlive the loss of another rank: what was left is made again."""
+"""Provides loops and functions that outlive the loss of another rank, and repeat what was left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiercheck.trainer.process import describe_error, reason_of
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _DECISION_SECONDS = 10.0
-"""How long a rank whose collective failed waits for a newer attempt before it reports that."""
+"""Seconds. A rank with a failed collective waits so long for a newer attempt before it reports that."""
 
 
 class StepInterrupted(BaseException):
@@ -31,8 +31,7 @@ class StepInterrupted(BaseException):
 
 
 class RepeatableStep(int):
-    """The number of a step. `with step:` around its work lets the process outlive the loss of another
-    rank."""
+    """The number of a step. `with step:` around its work lets the process outlive a lost rank."""
 
     _loop: StepLoop
 
@@ -45,7 +44,7 @@ class RepeatableStep(int):
 
 
 class StepLoop:
-    """Of one Checkpointer in a cluster, in the training thread."""
+    """Runs the steps of one Checkpointer in a cluster, in the training thread."""
 
     def __init__(
         self,
@@ -55,23 +54,26 @@ class StepLoop:
         go_on: Callable[[], int],
         enter_again: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`pause`: lets go of all that belongs to the ended attempt; raises CannotForget if the model cannot
-        be trained any more. `go_on`: restores the new one, and returns its step. `enter_again`: makes ready
-        for a function that restores it; given whether that function makes its Checkpointer anew."""
+        """Takes what a process does between two attempts.
+
+        `pause`: ends all that belongs to the ended one; raises CannotForget if the model cannot be trained
+        any more. `go_on`: restores the new one, and returns its step. `enter_again`: prepares for a function
+        that restores it; given whether that function makes its Checkpointer anew.
+        """
         self._rank, self._world_size = rank, world_size
         self._pause, self._go_on, self._enter_again = pause, go_on, enter_again
         self._made_in = _entered
         self._listener: OrderListener | None = None
         self._inside = False
         self.number: int | None = None
-        """Of the step that was entered last; None: the loop has no `with step`."""
+        """The number of the step that was entered last; None: the loop has no `with step`."""
         self.rewinds = 0
-        """How often a step was left and made again."""
+        """The number of times that a step was left and made again."""
         self._rewound: int | None = None
         """The step that was restored since the last one was yielded; None: training goes on."""
 
     def steps(self, first: int, total: int) -> Iterator[RepeatableStep]:
-        """Yield each step from `first`, and those again that were trained after what was restored."""
+        """Yields each step from `first`, and those again that were trained after what was restored."""
         number = first
         try:
             while number < total:
@@ -87,8 +89,10 @@ class StepLoop:
                 self._listener.close()
 
     def interruption_point(self) -> None:
-        """Raises StepInterrupted within a step whose attempt is over, RestoreError within one of a function
-        that was entered again and has not restored."""
+        """Raises StepInterrupted within a step of an ended attempt.
+
+        Raises RestoreError within one of a function that was entered again and has not restored.
+        """
         if _entered is not None and _entered.loop is not self:
             if groups().alone:
                 raise RestoreError("the function that is entered again trains without restore()")
@@ -97,15 +101,14 @@ class StepLoop:
             raise StepInterrupted("a newer attempt of the job has begun")
 
     def enter(self, number: int | None = None) -> None:
-        """A step begins; None: a function that was entered makes it, and does not say which."""
+        """Begins a step; None: a function that was entered makes it, and gives no number."""
         self.number = number
         if self._listener is None and (run_dir := os.environ.get(ENV_RUN_DIR)):
             self._listen(Path(run_dir))
         self._inside = True
 
     def take_part(self) -> None:
-        """What is trained from here on is a step of the function that may be entered again, if there is
-        one."""
+        """Makes what is trained next a step of the function that may be entered again, if there is one."""
         if _entered is not None:
             _entered.loop, self._listener = self, _entered.listener
             if self._listener is not None:
@@ -126,21 +129,20 @@ class StepLoop:
         return (_entered.refusal if _entered is not None else "") or groups().refusal()
 
     def _look_for_refusal(self) -> None:
-        """After the groups were made anew."""
+        """Looks for a new refusal, after the groups were made anew."""
         if self._refusal() and self._listener is not None:
             self._listener.close()
             self._listen(Path(os.environ[ENV_RUN_DIR]))
 
     def leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """The step has ended, or was left by `error`. Returns whether it is made again."""
+        """Ends a step, perhaps one that was left by `error`. Returns whether it is made again."""
         if not self._is_over(error, trace):
             return False
         self._rewind()
         return True
 
     def _is_over(self, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Whether `error` is what the end of this attempt looks like, and the process may stay. Then what it
-        held of the step is gone."""
+        """Returns whether `error` ends only the attempt. If so, frees what the error held of the step."""
         self._inside = False
         listener = self._listener
         if error is None or listener is None or listener.refusal:
@@ -150,7 +152,7 @@ class StepLoop:
         )
         if not interrupted and (reason := reason_of(error)) in (COLLECTIVE_FAILED, STEP_SUSPECTED):
             if reason == COLLECTIVE_FAILED:
-                groups().disconnect()  # so that those who have no connection to the lost rank get out as well
+                groups().disconnect()  # so that ranks without a connection to the lost one get out as well
             interrupted = listener.wait_interrupted(_DECISION_SECONDS)
         if not interrupted or groups().refusal():
             return False
@@ -160,11 +162,11 @@ class StepLoop:
         return True
 
     def _warn(self, message: str) -> None:
-        if self._rank == 0:  # of the others it is as true
+        if self._rank == 0:  # it is the same on the others
             log.warning("InProcess: %s (docs/use/in-process.md)", message)
 
     def _wait_for_release(self) -> Order:
-        """Let go of the ended attempt, and return the order of the next once it may begin."""
+        """Releases the ended attempt, and returns the order of the next once it may begin."""
         assert self._listener is not None
         self._pause()
         self._listener.leave_step()
@@ -182,7 +184,7 @@ class StepLoop:
         self._look_for_refusal()
 
     def enter_again(self) -> None:
-        """Between two calls of the function: it goes on as a process that joins the next attempt."""
+        """Prepares the next call of the function, which goes on as a process that joins the next attempt."""
         self._wait_for_release()
         groups().part()
         self._enter_again(self._made_in is not None)
@@ -192,11 +194,11 @@ class _EnteredFunction:
     """The function that is called again, while it runs."""
 
     loop: StepLoop | None = None
-    """Of the Checkpointer that trains; None: it has yet to restore."""
+    """The loop of the Checkpointer that trains; None: it has yet to restore."""
     listener: OrderListener | None = None
     refusal = ""
     is_again = False
-    """What it trains cannot begin at step 0."""
+    """True for a repeated call, in which training cannot begin at step 0."""
 
 
 _entered: _EnteredFunction | None = None
@@ -205,13 +207,13 @@ _entered: _EnteredFunction | None = None
 def reenter(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
 ) -> _Result:
-    """Call `function`, and call it again in the same process each time that another rank of the job is lost:
+    """Calls `function`, and again in the same process each time that another rank of the job is lost:
 
         tiercheck.reenter(trainer.train)
 
     It calls `Checkpointer.restore` before its first step, or makes a Checkpointer and calls its `restore`.
     What it makes is made again, alone, as a process that is started anew would make it; what was there before
-    the call stays, and what of it has to go back belongs into `state`. The error by which it is left goes
+    the call stays, and what of it has to go back belongs in `state`. The error by which it is left goes
     through its `except` and `finally` blocks. Outside a cluster, and within such a function, it is a plain
     call.
 
@@ -232,7 +234,7 @@ def reenter(
                     raise
             now.loop.enter_again()
             now.loop, now.is_again = None, True
-            gc.collect()  # what the call before made, or there would be two of each on the device
+            gc.collect()  # frees what the last call made, or there would be two of each on the device
     finally:
         _entered = None
         if now.listener is not None:
@@ -245,6 +247,6 @@ def entered() -> _EnteredFunction | None:
 
 
 def refuse_reentry(why: str) -> None:
-    """Have the processes of this job be started anew, and say so at the first step."""
+    """Makes this job start its processes anew after a failure, and logs why at the first step."""
     if _entered is not None:
         _entered.refusal = why

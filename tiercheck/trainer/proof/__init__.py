@@ -1,1 +1,1 @@
-"""That a version is what the state was, and that a replay gives the very bits."""
+"""Proves that a version equals the state that was saved, and that a replay gives the same bits."""

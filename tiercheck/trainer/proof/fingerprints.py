@@ -1,11 +1,11 @@
-"""Takes a step's fingerprints in some 15 microseconds, and records them in a file that outlives it.
+"""Takes a step's fingerprints in about 15 microseconds, and records them in a file that persists.
 
-Nothing here calls into the script's objects, or waits for a device: of one, the sample of the parameters
+This module neither calls the script's objects nor waits for a device: a sample of parameters on a device
 arrives later, when the device has passed the step.
 
-The next life of the rank compares the steps that it trains again with the journal (`resume`). A record has
-the place `step % CAPACITY`, so a step that is made again replaces what the life before wrote. Writing is a
-copy into mapped memory: no system call, no wait.
+The restarted rank compares the steps that it trains again with the journal (`resume`). A record has the place
+`step % CAPACITY`, so a repeated step replaces the earlier record. Writing is a copy into mapped memory: no
+system call, no wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator
 from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable
 
 CAPACITY = 4096
-"""Records. A rank that trains more steps again compares the newest of them only."""
+"""The number of records. A rank that repeats more steps compares only the newest of them."""
 _HEADER = struct.Struct("<8sIIII")
 _RECORD = struct.Struct("<Qd7I")
 _CHECKED = struct.Struct("<I")
@@ -45,47 +45,47 @@ _HAS_LOSS, _HAS_UPDATE, _WHOLE = 1, 2, 4
 
 
 class StepRecord(NamedTuple):
-    """One step. Fingerprints are CRC-32 checksums of 32 bits; equal ones say that the bytes were equal."""
+    """The record of one step. Fingerprints are CRC-32 checksums; equal ones mean equal bytes."""
 
     step: int
     loss: float | None
-    """As it was given to `Checkpointer.step`; compared as 64 bits."""
+    """The loss as given to `Checkpointer.step`; compared as 64 bits."""
     update: int | None
-    """Fingerprint of a sample of the parameters after the update; None: not known (yet)."""
+    """The fingerprint of a sample of the parameters after the update; None: not known (yet)."""
     generators: int
-    """Fingerprint of torch's generators, those of the script's `state` included."""
+    """The fingerprint of torch's generators, including those in the script's `state`."""
     others: int
-    """Fingerprint of the generators of Python and numpy."""
+    """The fingerprint of the generators of Python and numpy."""
     position: int
-    """Fingerprint of the plain numbers in the script's `state`, as far as they can be read without asking its
-    objects."""
+    """The fingerprint of the plain numbers in the script's `state` that need no call of its objects."""
     hyper_parameters: int
-    """Fingerprint of the numbers in the parameter groups."""
+    """The fingerprint of the numbers in the parameter groups."""
     drawn: int = 0
-    """Where torch's generators stand: the CPU's in its block of 624 numbers (10 bits), the device's (22)."""
+    """The positions of torch's generators: the CPU's in its 624 numbers (10 bits), the device's (22)."""
     whole: bool = False
-    """The step was suspected: `update` is of all parameters and optimizer state, and not of a sample."""
+    """True for a suspected step: `update` covers all parameters and optimizer state, not a sample."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Which training the journal is of."""
+    """The identity of the journal's training, and how its runs ended."""
 
     training: int
-    """Fingerprint of the name of the training (`run`)."""
+    """The fingerprint of the name of the training (`run`)."""
     world_size: int
     ended: int = 0
-    """The step at which a life ended because its script had nothing left to do; 0: none did."""
+    """The step at which a process ended because its script was finished; 0: none did."""
     differed: int = 0
-    """Number of the field that differed first at the newest resume (`resume.FIELDS`); 0: none did."""
+    """The number of the field that differed first at the newest resume (`resume.FIELDS`); 0: none."""
 
 
 class Journal:
-    """The journal of one rank. Raises nothing after it was opened."""
+    """The journal of one rank. Raises nothing after it is opened."""
 
     def __init__(self, path: Path, training: int, world_size: int) -> None:
-        """Open the file at `path`, or begin it anew if it is of another training, or of another number of
-        ranks. Raises OSError, ValueError."""
+        """Opens the file at `path`. Raises OSError, ValueError.
+
+        Restarts it if it is of another training or another number of ranks."""
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -96,7 +96,7 @@ class Journal:
         finally:
             os.close(file)
         self.other = ""
-        """Why what an earlier life has written cannot be compared; empty: it can, if there is something."""
+        """The reason why earlier records cannot be compared; empty: they can, if there are any."""
         found = self._read_header()
         if found is None or found.training != training:
             self._begin(Header(training, world_size))
@@ -106,11 +106,11 @@ class Journal:
 
     @property
     def header(self) -> Header:
-        """Which training it is of, and how its lives ended."""
+        """Returns the header; an empty one if it is unreadable."""
         return self._read_header() or Header(0, 0)
 
     def change_header(self, *, ended: int | None = None, differed: int | None = None) -> None:
-        """Replace one of its values."""
+        """Replaces values of the header."""
         now = self.header
         self._write_header(
             Header(
@@ -122,7 +122,7 @@ class Journal:
         )
 
     def write(self, record: StepRecord) -> None:
-        """Replace what is known of its step."""
+        """Writes the record of a step, and replaces an earlier one."""
         flags = _HAS_LOSS * (record.loss is not None) | _HAS_UPDATE * (record.update is not None)
         loss = 0.0 if record.loss is None else record.loss
         flags |= _WHOLE * record.whole
@@ -131,7 +131,7 @@ class Journal:
         self._memory[begin : begin + _RECORD.size + _CHECKED.size] = packed + _checksum(packed)
 
     def read(self, step: int) -> StepRecord | None:
-        """What is known of a step; None: nothing, or a process was killed while it wrote it."""
+        """Returns the record of a step; None: none, or one cut off by the end of a process."""
         begin = _place_of(step)
         packed = self._memory[begin : begin + _RECORD.size]
         if self._memory[begin + _RECORD.size : begin + _RECORD.size + _CHECKED.size] != _checksum(packed):
@@ -143,17 +143,17 @@ class Journal:
         return StepRecord(step, *known, *rest)._replace(whole=bool(flags & _WHOLE))
 
     def after(self, step: int) -> Iterator[StepRecord]:
-        """The records of the steps that follow `step` without a gap."""
+        """Yields the records of the steps that follow `step` without a gap."""
         while (record := self.read(step := step + 1)) is not None:
             yield record
 
     def clear(self) -> None:
-        """Begin anew: the training begins at its first step."""
+        """Deletes all records, because the training starts at its first step."""
         now = self.header
         self._begin(Header(now.training, now.world_size))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Closes the file."""
         self._memory.close()
 
     def _begin(self, header: Header) -> None:
@@ -182,22 +182,22 @@ def _checksum(packed: bytes) -> bytes:
 
 _T = TypeVar("_T")
 _HOST_TENSORS, _DEVICE_TENSORS = 8, 2
-"""How many parameters are looked at: evenly spread, always the same."""
+"""The number of parameters in the sample: evenly spread, always the same."""
 _HOST_OTHERS, _DEVICE_OTHERS = 4, 1
-"""And how many of what training writes beside them: no loss may depend on it for long."""
+"""The number of other trained tensors in the sample: the loss may not depend on them for long."""
 _RUN = 64
-"""Bytes of each."""
+"""Bytes of each tensor in the sample."""
 _NUMBERS = {int, float, bool}
 _GROUPS = 16
-"""Parameter groups, and holders in the script's `state`, that are looked at."""
+"""The most parameter groups, and objects in the script's `state`, in the sample."""
 WORDS = 624
-"""Of a Mersenne Twister, of 32 bits."""
+"""The number of 32-bit words of a Mersenne Twister."""
 _PLACE, _PLACE_AT = struct.Struct("=Q"), 16
-"""How many words of its block torch's generator has given out, and where that stands in its state."""
+"""The format and offset, in its state, of the number of words that torch's generator has used."""
 
 
 class Fingerprints:
-    """Of one rank, in the training thread."""
+    """Takes the fingerprints of one rank's steps, in the training thread."""
 
     def __init__(
         self,
@@ -206,8 +206,9 @@ class Fingerprints:
         optimizers: Sequence[Optimizer],
         state: Mapping[str, Any],
     ) -> None:
-        """`beside`: modules that are no part of the model, such as averaged weights. `state`: what else the
-        script handed over."""
+        """`beside`: modules that are not part of the model, such as averaged weights.
+
+        `state`: the script's other saved objects."""
         self._model, self._beside = model, list(beside)
         self._optimizers = optimizers
         self._generators = [each for each in state.values() if isinstance(each, torch.Generator)]
@@ -229,11 +230,11 @@ class Fingerprints:
 
     @property
     def late(self) -> bool:
-        """Whether the update has to be fetched from a device."""
+        """Returns whether the update has to be fetched from a device."""
         return self._device is not None
 
     def take(self, step: int, loss: float | None) -> StepRecord:
-        """The record of the step that ends now, without `update` where that lies on a device."""
+        """Returns the record of the ending step, without `update` if that is on a device."""
         generators, drawn = self._drawn()
         return StepRecord(
             step,
@@ -247,12 +248,12 @@ class Fingerprints:
         )
 
     def of_whole(self, record: StepRecord) -> StepRecord:
-        """`record` with the fingerprint of all parameters and optimizer state. Waits for the device."""
+        """Returns `record` with a fingerprint of all parameters and optimizer state. Waits for the device."""
         found = "".join(state_hash.fingerprints(state_hash.whole_state(self._optimizers)))
         return record._replace(update=zlib.crc32(found.encode()), whole=True)
 
     def fetch_update(self, record: StepRecord) -> None:
-        """Begin to fetch the sample of what lies on a device, as it is when the device comes to this."""
+        """Enqueues the fetch of the sample from a device."""
         if self._device is None:
             return
         looked_at = self._look()
@@ -265,7 +266,7 @@ class Fingerprints:
         self._pending.append((record, room, self._device.final()))
 
     def arrived(self, *, wait: bool = False) -> list[StepRecord]:
-        """Records whose update is known by now. `wait`: for all of them, and so for the device."""
+        """Returns records with an arrived update. `wait`: waits for all, and so for the device."""
         found: list[StepRecord] = []
         while self._pending and (self._pending[0][2].query() or wait):
             record, room, mark = self._pending.popleft()
@@ -285,7 +286,7 @@ class Fingerprints:
         return zlib.crc32(b"".join(starmap(ctypes.string_at, self._places)))
 
     def _look(self) -> list[Tensor]:
-        """What is looked at, and where: a script may put another tensor in the place of a buffer."""
+        """Returns the sampled tensors, and updates their places, as a script may replace a buffer."""
         found = [*map(_shard, self._chosen)] if self._sharded else self._chosen
         known = [*map(Tensor.data_ptr, found)]
         host = self._device is None
@@ -312,7 +313,7 @@ class Fingerprints:
         ]
         try:
             self._device = accelerator_of(map(_shard, listed))
-        except NotCapturable:  # on several devices: the save will say so
+        except NotCapturable:  # on several devices: the save will report it
             listed = []
         host = self._device is None
         self._known = []
@@ -341,8 +342,9 @@ class Fingerprints:
 def _written_beside(
     model: nn.Module, beside: Iterable[nn.Module]
 ) -> Iterator[tuple[Mapping[str, Tensor | None], str]]:
-    """Where the tensors are that versions have and no optimizer updates: persistent buffers, and parameters
-    of the modules `beside`."""
+    """Yields the places of saved tensors that no optimizer updates.
+
+    These are persistent buffers, and the parameters of the modules `beside`."""
     averaged = [module for each in beside for module in each.modules()]
     for module in (*model.modules(), *averaged):
         passing = module._non_persistent_buffers_set
@@ -360,15 +362,16 @@ def _shard(tensor: Tensor) -> Tensor:
 
 
 def _ends(address: int, length: int) -> bytes:
-    """The first and the last bytes of a generator: its seed, its place in the block of numbers that it gives
-    out, and some of the block, which is another one each time."""
+    """Returns the first and the last bytes of a generator's state.
+
+    They have its seed, its position in the block of numbers, and a part of the block."""
     return ctypes.string_at(address, min(_RUN, length)) + ctypes.string_at(
         address + max(0, length - _RUN), min(_RUN, length)
     )
 
 
 def _numbers(*holders: Mapping[str, Any]) -> int:
-    """A fingerprint of the plain numbers in them."""
+    """Returns a fingerprint of the plain numbers in some holders."""
     found = [value for each in holders for value in each.values() if type(value) in _NUMBERS]
     return hash(tuple(found)) & 0xFFFFFFFF
 
@@ -383,26 +386,27 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 def _run(shard: Tensor) -> tuple[int, int]:
-    """Offset and length of the bytes that are looked at."""
+    """Returns the offset and length of the sampled bytes."""
     size = shard.nbytes
     return max(0, size - _RUN) // 3 // 16 * 16, min(_RUN, size)
 
 
 def _python_state() -> Callable[[], bytes]:
-    """Reads the state of Python's generator. `random.getstate` makes a tuple of 625 numbers each time; the
-    words are read where they lie, once it is sure that they do."""
+    """Returns a function that reads the state of Python's generator.
+
+    `random.getstate` makes a tuple of 625 numbers each time, so the words are read in memory, if found."""
     drawn = getattr(random, "_inst", None)
     if drawn is not None:
         words = struct.pack(f"={WORDS}I", *drawn.getstate()[1][:WORDS])
         at = ctypes.string_at(id(drawn), drawn.__sizeof__()).find(words)
-        if at > 0:  # in front of them stands how many of them are used up
+        if at > 0:  # the number of used words precedes them
             address, length = id(drawn) + at - 4, len(words) + 4
             return lambda: _ends(address, length)
     return lambda: repr(random.getstate()[1][-1]).encode()
 
 
 def _numpy_state() -> Callable[[], bytes]:
-    """Reads the state of numpy's global generator, if numpy is there."""
+    """Returns a function that reads the state of numpy's global generator, if numpy is imported."""
     numpy = sys.modules.get("numpy")
     bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
     if type(bits).__name__ != "MT19937":

@@ -1,8 +1,8 @@
-"""Proves that a slot, and what a restore brings back, is what the state was at `step`.
+"""Proves that a slot, and the state after a restore, equal the state at `step`.
 
 A sample of the live state is taken in the training thread. It is compared with the slot before that becomes
-readable, so that a torn copy is none, however the state was written meanwhile. It travels with the version,
-and is compared with the live state after a load, so that training never begins with another one.
+readable, so that a copy torn by concurrent writes is rejected. It is stored with the version, and compared
+with the live state after a load, so that training never begins with another state.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tiercheck.trainer.tensors.leaves import Entry
 from tiercheck.trainer.tensors.samples import Sample, Sampler
 
 SUM_BYTES = 4
-"""Of one checksum."""
+"""Bytes of one checksum."""
 _CHUNK = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class StateProof:
-    """Of one snapshot."""
+    """The proof of one snapshot."""
 
     sample: Sample
-    """Of what this rank holds of each entry, then of what it stores of those that it stores in part."""
+    """The sample of each entry that this rank holds, then of the stored parts of entries cut to its share."""
     names: tuple[str, ...]
     stored: tuple[int, ...]
-    """Of each entry, the number in `sample` of what is stored."""
+    """The index in `sample` of the stored tensor of each entry."""
 
     @staticmethod
     def take(sampler: Sampler, held: Sequence[Entry], stored: Sequence[Entry]) -> StateProof:
-        """`held`: entries with all that this rank holds; `stored`: the same ones, cut to its share."""
+        """Takes a sample. `held`: the rank's entries; `stored`: the same entries, cut to its share."""
         tensors = [entry.tensor for entry in held]
         numbers = []
         for number, (whole, part) in enumerate(zip(held, stored, strict=True)):
@@ -47,12 +47,12 @@ class StateProof:
         return StateProof(sampler.take(tensors), tuple(entry.name for entry in held), tuple(numbers))
 
     def written(self) -> bytes:
-        """For the slot: a checksum for each entry, in their order. Waits for the device."""
+        """Returns the checksums for the slot, one per entry, in order. Waits for the device."""
         sums = self.sample.sums[: len(self.names)]
         return struct.pack(f"<{len(sums)}I", *sums)
 
     def torn(self, views: Mapping[str, Tensor]) -> list[str]:
-        """Names of what lies otherwise in the slot than it was. Waits for the device."""
+        """Returns the names of tensors that differ in the slot. Waits for the device."""
         sums = self.sample.sums
         found = Sampler().take([views[name] for name in self.names]).sums
         return [
@@ -63,7 +63,7 @@ class StateProof:
 
 
 def first_difference(names: Sequence[str], sums: Sequence[int], now: Mapping[str, Tensor]) -> str:
-    """Name of the first tensor that is not what the proof says; empty: all are."""
+    """Returns the name of the first tensor that differs from the proof; empty: none."""
     if missing := [name for name in names if name not in now]:
         return missing[0]
     found = Sampler().take([now[name] for name in names]).sums
@@ -78,16 +78,15 @@ def whole_difference(
     *,
     fetch: bool = False,
 ) -> str:
-    """Name of the first tensor that differs from its place in the slot by any byte; empty: none, or it was
-    `stopped`.
+    """Returns the first tensor's name that differs from the slot in any byte; empty: none, or `stopped`.
 
-    Of tensors in host memory that lie in order. `fetch`: of the others too, which are copied for it.
+    Compares contiguous tensors in host memory, and with `fetch` the others too, by copying them.
     """
     for entry in entries:
         tensor, view = entry.tensor, views[entry.name]
         if not entry.lazy or not tensor.nbytes:
             continue
-        if tensor.is_conj() or tensor.is_neg():  # its bytes are not yet what they stand for
+        if tensor.is_conj() or tensor.is_neg():  # its bytes do not represent its values yet
             continue
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             if not fetch:
@@ -97,7 +96,7 @@ def whole_difference(
             if stopped():
                 return ""
             length = min(_CHUNK, tensor.nbytes - at)
-            # Without the interpreter lock, at the speed of memory.
+            # Runs without the interpreter lock, at memory speed.
             if _memcmp(tensor.data_ptr() + at, view.data_ptr() + at, length) and not stopped():
                 return entry.name
     return ""

@@ -1,8 +1,7 @@
-"""Proves a resume: compares the steps that are trained again with the journal of the life before.
+"""Proves a resume by comparing steps trained again with the journal of the previous process.
 
-A state that came back exactly gives the same losses and updates once more, bit for bit. What a version cannot
-know of, such as a batch that was fetched ahead or a tensor that the script forgot, shows in the first step
-that is trained again.
+An exactly restored state gives the same losses and updates again, bit for bit. State that is in no version,
+such as a batch that was fetched ahead or a tensor that the script left out, shows in the first repeated step.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from tiercheck.trainer.proof.fingerprints import WORDS, Fingerprints, Journal, S
 
 PAGE = "docs/use/resume-proof.md"
 _AROUND = 3
-"""Steps on each side of a restored version whose draws are counted."""
+"""The number of steps on each side of a restored version for which draws are counted."""
 SOON = 10
-"""Equal steps after which a resume counts as proven, though there are more to compare."""
+"""The number of equal steps after which a resume counts as proven, even if more can be compared."""
 FIELDS = (
     "nothing",
     "torch's random generators",
@@ -30,32 +29,32 @@ FIELDS = (
     "the loss",
     "what the step wrote",
 )
-"""What can differ first, in the order in which a step uses it. A journal stores the number."""
+"""The things that can differ first, in the order of use in a step. A journal stores the number."""
 _GENERATORS, _OTHERS, _POSITION, _HYPER, _LOSS, _UPDATE = range(1, len(FIELDS))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a resume."""
+    """The result of comparing a resume."""
 
     exact: Exact
     step: int
-    """The version that the rank came back to."""
+    """The step of the restored version."""
     steps: int = 0
-    """Trained again and compared."""
+    """The number of steps that were trained again and compared."""
     message: str = ""
-    """What differs first, or why nothing could be compared."""
+    """The first difference, or the reason why nothing could be compared."""
     warn: bool = False
-    """Nothing could be compared, and something speaks against the resume."""
+    """True if nothing could be compared, and there is evidence against the resume."""
     suspected: bool = False
-    """What differs is a step that this rank had suspected."""
+    """True if the step that differs was suspected by this rank."""
 
 
 def first_difference(then: StepRecord, now: StepRecord) -> int:
-    """The number in `FIELDS` of what differs first between two runs of one step; 0 if they are equal.
+    """Returns the number in `FIELDS` of the first difference between two runs of a step; 0 if equal.
 
-    They differ if torch's generators, the loss or the update do. The rest only says where it begins: other
-    libraries draw from Python's generator as well, and a script may keep the time of day in its `state`.
+    They differ if torch's generators, the loss or the update do. The other fields only locate the difference:
+    other libraries draw from Python's generator too, and a script may keep the time of day in its `state`.
     """
     differs = {
         _GENERATORS: then.generators != now.generators,
@@ -71,19 +70,19 @@ def first_difference(then: StepRecord, now: StepRecord) -> int:
 
 
 def describe(then: StepRecord, now: StepRecord, first: int) -> str:
-    """The difference in words."""
+    """Returns the difference in words."""
     same = _bits(then.loss) == _bits(now.loss)
     loss = "its loss is the same" if same else f"its loss is {now.loss!r}, it was {then.loss!r}"
     return f"{loss}; what differs first: {FIELDS[first]}"
 
 
 def count_draws(before: int, after: int) -> tuple[int, int]:
-    """How many numbers were drawn between two values of `StepRecord.drawn`: modulo a block, and 2 ** 22."""
+    """Returns the draws between two values of `StepRecord.drawn`, modulo a block and modulo 2 ** 22."""
     return ((after & 1023) - (before & 1023)) % WORDS, ((after >> 10) - (before >> 10)) % 2**22
 
 
 class Resume:
-    """Writes the journal of a rank, and compares a resume with it. In the training thread; raises nothing."""
+    """Writes a rank's journal and compares a resume with it. For the training thread; raises nothing."""
 
     def __init__(
         self,
@@ -96,34 +95,36 @@ class Resume:
         self._report, self._warn = report, warn
         self._journal: Journal | None = None
         self._before: dict[int, StepRecord] = {}
-        """What the life before gave, of the steps that are still to be compared."""
+        """The previous process's records of steps that are still to be compared."""
         self._drawn: list[int] = []
-        """`StepRecord.drawn` around the restored step, where no step is trained again."""
+        """The values of `StepRecord.drawn` around the restored step, if no step is trained again."""
         self._step = self._newest = self._equal = 0
 
     def begin(self, path: Path | None, training: int, world_size: int, step: int) -> Verdict | None:
-        """Open the journal at `path`. Training goes on after `step`; 0 is a fresh start. Returns why nothing
-        can be compared; None: something can, or nothing was restored."""
+        """Opens the journal at `path`. Training continues after `step`; 0 is a fresh start.
+
+        Returns a verdict if nothing can be compared; None: something can, or nothing was restored."""
         self._step = self._newest = step
         why = "no journal is kept here"
         try:
             if path is not None:
                 self._journal = Journal(path, training, world_size)
                 why = self._journal.other or self._expect(self._journal, step)
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._warn("Journal", f"no resume can be proven: {path}: {error!r}")
             why = "the journal cannot be read"
         return Verdict(Exact.NOT_COMPARABLE, step, message=why) if step and why else None
 
     @property
     def ended(self) -> int:
-        """The step at which an earlier life had nothing left to do; 0: none had."""
+        """Returns the step at which an earlier process was finished; 0: none was."""
         return 0 if self._journal is None else self._journal.header.ended
 
     def note(self, step: int, loss: float | None, *, suspected: bool = False) -> bool:
-        """Write what the step that ends now gave, and compare it if it was trained before. `suspected`: it is
-        to be made again, and all of its state is compared then. Returns whether it gave the same bits when it
-        was suspected before."""
+        """Records the ending step, and compares it if it was trained before.
+
+        `suspected`: the step will be repeated, and all of its state compared then. Returns whether it gave
+        the same bits as when it was suspected before."""
         journal, self._newest = self._journal, step
         if journal is None:
             return False
@@ -144,13 +145,13 @@ class Resume:
                 return False
             self._fingerprints.fetch_update(record)
             self._add_updates(journal)
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._journal = None
             self._warn("Journal", f"the resume after this one cannot be proven: {error!r}")
         return False
 
     def end(self, finished: bool) -> None:
-        """Let go of the journal. `finished`: the script has nothing left to do."""
+        """Closes the journal. `finished`: the script has nothing left to do."""
         journal, self._journal = self._journal, None
         if journal is None:
             return
@@ -164,11 +165,11 @@ class Resume:
             else:
                 journal.change_header(ended=self._newest if finished else 0)
             journal.close()
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._warn("Journal", f"the journal cannot be closed: {error!r}")
 
     def _expect(self, journal: Journal, step: int) -> str:
-        """Find out what there is to compare; why there is nothing."""
+        """Finds the steps to compare. Returns the reason if there are none."""
         if not step:
             journal.clear()
             return ""
@@ -200,7 +201,7 @@ class Resume:
             self._before.clear()
             differs = "was suspected, and differs from" if then.whole else "differs from"
             message = f"step {now.step} {differs} the life before: {describe(then, now, first)}"
-            # What differs in the same way at each resume is a script whose steps are not reproducible: one
+            # The same difference at each resume means that the script's steps are not reproducible: one
             # warning is enough.
             again = journal.header.differed == first
             journal.change_header(differed=first)
@@ -214,8 +215,9 @@ class Resume:
             self._report(self._proven())
 
     def _compare_draws(self, now: StepRecord) -> None:
-        """Report a first step that drew another number of random numbers than the steps before and after it:
-        the only trace of a batch that was fetched ahead, where no step is trained again."""
+        """Reports a first step that drew another number of random numbers than the steps around it.
+
+        If no step is trained again, this is the only trace of a batch that was fetched ahead."""
         self._drawn.append(now.drawn)
         if len(self._drawn) < 2 * _AROUND:
             return

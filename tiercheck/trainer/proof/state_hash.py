@@ -1,9 +1,8 @@
-"""Whether a replay gave the right state must be checked on the way, and for next to nothing.
+"""Computes cheap fingerprints of the state, to check during a replay that it gives the right state.
 
 A fingerprint is two sums over a tensor's bits as 64-bit words: columns and rows of a matrix of words, each
 weighted by odd constants and added modulo 2^64. It is the same on every device, costs two reads at memory
-speed, and any difference in one word changes it. It guards against arithmetic that differs, not against
-forgery.
+speed, and any difference in one word changes it. It detects differing arithmetic, not forgery.
 """
 
 from __future__ import annotations
@@ -19,34 +18,33 @@ from torch.optim import Optimizer
 from tiercheck.trainer.tensors.leaves import is_wrapper, local_shard, parts
 
 MOST = 8
-"""A delta carries the fingerprints of every k-th tensor, in turn; k is at most this."""
+"""The largest k, where a delta has the fingerprints of every k-th tensor, in turn."""
 _AT_ONCE = 64 * 1024 * 1024, 64
-"""Bytes and tensors that are cheap enough for every delta."""
+"""The bytes and the number of tensors that are cheap enough for every delta."""
 
 Place = tuple[int, int, str]
-"""Optimizer, number of the parameter, key of its state ("" is the parameter itself)."""
+"""The optimizer, the parameter's number, and the key of its state ("" is the parameter itself)."""
 
 _COLUMNS = 1024
 SMALL = 64 * 1024
-"""Bytes: smaller tensors share one fingerprint, because each costs more calls than its bytes are worth."""
+"""Bytes. Smaller tensors share one fingerprint, because the calls per tensor would dominate."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
 
 
 def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Place, Tensor]]:
-    """The shards whose turn it is after `step`."""
+    """Returns the shards to check after `step`, in turn."""
     state = list(_state(optimizers))
     every = turns(len(state), sum(tensor.nbytes for _, tensor in state))
     return [(place, local_shard(tensor)) for place, tensor in state[step % every :: every]]
 
 
 def whole_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """The shards of all parameters, and of all that their optimizers keep of them."""
+    """Returns the shards of all parameters and of their optimizer state."""
     return [local_shard(tensor) for _, tensor in _state(optimizers)]
 
 
 def turns(tensors: int, size: int) -> int:
-    """The k for a state of so many tensors and bytes: 1 for small ones, whose chains are then checked
-    completely."""
+    """Returns the k for a state of this many tensors and bytes. 1 for small ones: every delta checks all."""
     return min(MOST, max(1, -(-size // _AT_ONCE[0]), -(-tensors // _AT_ONCE[1])))
 
 
@@ -72,13 +70,14 @@ def _leaves(place: Place, value: Tensor) -> Iterator[tuple[Place, Tensor]]:
 
 @dataclass(frozen=True)
 class Folded:
-    """Fingerprints that the devices are still at work on: of each device two words for each of some tensors,
-    and their numbers."""
+    """Fingerprints that devices are still computing.
+
+    `by_device`: for each device, two words for each of some tensors, and the tensors' numbers."""
 
     by_device: Sequence[tuple[Tensor, Sequence[int]]]
 
     def texts(self) -> list[str]:
-        """Waits for the devices."""
+        """Returns the fingerprints in hex. Waits for the devices."""
         found = [""] * sum(len(numbers) for _, numbers in self.by_device)
         for values, numbers in self.by_device:  # one transfer for each device
             for number, (columns, rows) in zip(numbers, values.tolist(), strict=True):
@@ -87,13 +86,13 @@ class Folded:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """One for all small tensors of each device, in order of first appearance, then one for each large one."""
+    """Returns one for all small tensors of each device, by first appearance, then one per large tensor."""
     return fold(tensors).texts()
 
 
 @torch.no_grad()
 def fold(tensors: Sequence[Tensor]) -> Folded:
-    """As `fingerprints`, without waiting for anything."""
+    """Computes `fingerprints` without waiting for the devices."""
     small: dict[torch.device, list[Tensor]] = {}
     large: list[Tensor] = []
     for tensor in tensors:
@@ -113,8 +112,7 @@ def fold(tensors: Sequence[Tensor]) -> Folded:
 def first_difference(
     places: Sequence[Place], tensors: Sequence[Tensor], wanted: Sequence[str]
 ) -> Place | str:
-    """Where the state differs from `wanted`, which `fingerprints` gave for the same tensors; empty if
-    nowhere."""
+    """Returns where the state differs from `wanted`, earlier `fingerprints` of it; empty if nowhere."""
     found = fingerprints(tensors)
     if found == list(wanted):
         return ""
@@ -139,7 +137,7 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _fold(flat: Tensor) -> Tensor:
-    """Two words for these bytes."""
+    """Returns the two words of the fingerprint of these bytes."""
     if flat.numel() % 8 or flat.storage_offset() % 8:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
     words = flat.view(torch.int64)
@@ -156,6 +154,6 @@ def _fold(flat: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers that differ in all bits; torch's integers wrap."""
+    """Returns well-mixed odd weights; torch's integers wrap."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _ODD
     return (mixed ^ (mixed >> 29)) * 2 + 1

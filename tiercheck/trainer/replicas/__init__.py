@@ -1,1 +1,1 @@
-"""What several ranks hold alike: shared, compared and put together again."""
+"""Shares, compares and reassembles state that several ranks hold equally."""

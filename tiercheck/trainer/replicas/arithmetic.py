@@ -1,8 +1,8 @@
-"""Keeps how a training is computed, and warns of what decides the next step but is in no version.
+"""Saves settings that determine rounding, and warns of unsaved state that affects the next step.
 
-After its first backward pass DDP lays its buckets out anew, in the order in which gradients became ready. A
-new process begins with the first layout, and a sum over more than two ranks rounds as its place in it says.
-So the layout is kept.
+After its first backward pass DDP rebuilds its buckets in the order in which gradients became ready. A new
+process starts with the first layout, and the rounding of a sum over more than two ranks depends on its
+position in the layout. Therefore the layout is saved.
 """
 
 from __future__ import annotations
@@ -26,36 +26,35 @@ from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard
 log = logging.getLogger("tiercheck")
 
 c10d: Any = dist
-"""With what is private in it."""
+"""The module with untyped access to its private parts."""
 
 _BEGUN = "begun"
-"""Saved of a static graph that has made its first backward pass, and chooses after the second."""
+"""The saved value of a static graph after its first backward pass; it chooses after the second."""
 
 
 class BucketLayout:
-    """Reads and puts back the layout of one module. `Any`: private parts of the module are used."""
+    """Reads and restores the bucket layout of one module, through its private parts."""
 
     def __init__(self, path: str, module: Any) -> None:
-        """Raises AttributeError, KeyError if this torch does not show it."""
+        """Raises AttributeError, KeyError if this version of torch does not expose the layout."""
         self._path, self.module = path, module
         self.known = ""
-        """What versions hold: `5 4, 3` is a bucket of two parameters, by their numbers, and one of one. Empty
-        until DDP has chosen."""
+        """The layout to save: `5 4, 3` is a bucket of parameters 5, 4 and one of 3. Empty: none chosen."""
         self._parameters, self._sparse = module._build_params_for_reducer()
         if len(self._parameters) != module._get_ddp_logging_data()["num_parameter_tensors"]:
             raise KeyError("parameters that were frozen before Checkpointer was made")
         self._order: Sequence[int] = range(len(self._parameters))
-        """The numbers of the reducer's parameters."""
+        """The numbers of the parameters in the reducer's order."""
         self._ready: dict[int, None] = {}
         self._hooks: list[Any] = []
 
     def follow(self) -> None:
-        """Reads at the end of a step what DDP has chosen. In the step in which it does, a collective call."""
+        """Reads DDP's choice at the end of a step. A collective call in the step in which DDP chooses."""
         module = self.module
         if self.known not in ("", _BEGUN):
             return
-        # Else DDP would choose in the next forward pass, after the version was taken. With uneven inputs only
-        # that is a collective call.
+        # Otherwise DDP would choose in the next forward pass, after the snapshot. With uneven inputs only
+        # the choice there is a collective call.
         if not module._join_config.enable and module.reducer._rebuild_buckets():
             module._has_rebuilt_buckets = True
         if module._has_rebuilt_buckets:
@@ -66,7 +65,7 @@ class BucketLayout:
                 self._choose()
 
     def put_back(self, saved: str) -> None:
-        """Lays the buckets out as they were. A collective call."""
+        """Restores the saved buckets. A collective call."""
         group = self.module.process_group
         everywhere = [saved] * group.size()
         dist.all_gather_object(everywhere, saved, group=group)
@@ -86,13 +85,15 @@ class BucketLayout:
     def _read(self) -> None:
         self.module._set_ddp_runtime_logging_sample_rate(1)
         self.module.logger.set_runtime_stats_and_log()
-        self.module._set_ddp_runtime_logging_sample_rate(100)  # as it is by default
+        self.module._set_ddp_runtime_logging_sample_rate(100)  # the default
         shown = self.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
         buckets = [[str(self._order[int(index)]) for index in bucket.split()] for bucket in shown.split(",")]
         self.known = ", ".join(map(" ".join, buckets))
 
     def _note_order(self) -> None:
-        """A static graph chooses by its second backward pass, which a new process takes for its first."""
+        """Notes the gradients' order, because a static graph chooses by its second backward pass.
+
+        A new process would take that pass for its first."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
 
         def note(parameter: Tensor) -> None:
@@ -112,17 +113,17 @@ class BucketLayout:
         self._lay_out(chosen[0])
 
     def begin_anew(self) -> None:
-        """Has the next step begin as the first one of a process: with the first layout, and no half step."""
+        """Makes the next step begin as in a new process: with the first layout, and no partial step."""
         self.module.require_forward_param_sync, self.module._has_rebuilt_buckets = True, False
         self._make_reducer(range(len(self._parameters)))
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        """Makes DDP's reducer anew. It chooses at once, as if gradients had become ready in this order."""
+        """Recreates DDP's reducer, which chooses at once, as if gradients became ready in this order."""
         self._make_reducer(order)
         reducer = self.module.reducer
         reducer._push_all_rebuilt_params()
         self.module._has_rebuilt_buckets = reducer._rebuild_buckets()
-        reducer.prepare_for_forward()  # before it, nothing is logged
+        reducer.prepare_for_forward()  # without it, nothing is logged
         self._order = order
         self._read()
 
@@ -153,7 +154,7 @@ class BucketLayout:
 
 
 def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) -> dict[str, BucketLayout]:
-    """Returns those of all modules, by their places in the model."""
+    """Returns the bucket layouts of all modules, by path in the model."""
     found = {}
     for path, module in replicated:
         if module.process_group.size() > 1:
@@ -165,15 +166,16 @@ def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) ->
 
 
 def reset_bucket_layouts(model: nn.Module) -> None:
-    """Has each module of a wrapped model begin with its first layout, as in a new process. Raises
-    AttributeError, KeyError if this torch does not show it."""
+    """Makes each module of a wrapped model begin with its first layout, as in a new process.
+
+    Raises AttributeError, KeyError if this version of torch does not expose it."""
     for path, module in Wrapped.look(model).replicated:
         if module.process_group.size() > 1:
             BucketLayout(path, module).begin_anew()
 
 
 def warn_of(path: str, what: str) -> None:
-    """Warns that sums of this module may round otherwise after a restart."""
+    """Warns that sums of this module may round differently after a restart."""
     where = path or "the model"
     log.warning(
         "BucketLayout: DistributedDataParallel (%s) %s. On more than two ranks, losses round otherwise after "
@@ -191,15 +193,15 @@ _SHOWN = {
         "backends.cudnn.allow_tf32", "backends.cudnn.benchmark", "backends.cudnn.deterministic",
     ),
 }  # fmt: skip
-"""What torch shows of how results round, by the kind of device."""
+"""The settings of torch that affect rounding, by the type of device."""
 _BY_SPEED = ("backends.cudnn.benchmark", "_inductor.config.max_autotune")
 
 
 class Arithmetic:
-    """Knows what decides the order and rounding of one rank's sums."""
+    """Tracks the settings that determine the order and rounding of one rank's sums."""
 
     def __init__(self, wrapped: Wrapped, stored: Iterable[object]) -> None:
-        """`stored`: the objects whose state versions hold."""
+        """`stored`: the objects with state in the versions."""
         self._model, self._stored = wrapped.model, list(stored)
         self._layouts = bucket_layouts(wrapped.replicated)
         self._saved: Mapping[str, str] = {}
@@ -209,18 +211,18 @@ class Arithmetic:
         self._kept = ""
 
     def facts(self) -> dict[str, Any]:
-        """What versions hold of it."""
+        """Returns the settings to save in a version."""
         layouts = {path: layout.known for path, layout in self._layouts.items()}
         return {"buckets": layouts, "computed": self._computed()}
 
     def put_back(self, facts: Mapping[str, Any]) -> None:
-        """Before the first backward pass. A collective call."""
+        """Restores saved settings. A collective call before the first backward pass."""
         for path, layout in self._layouts.items():
             layout.put_back(facts["buckets"].get(path, ""))
         self._saved = facts["computed"]
 
     def end_step(self) -> None:
-        """Reads what the step has shown, and warns once of each thing that a resume would do otherwise."""
+        """Reads the settings after a step, and warns once of each one that a resume would not reproduce."""
         try:
             for layout in self._layouts.values():
                 layout.follow()
@@ -234,11 +236,11 @@ class Arithmetic:
                         "it at least once in each step",
                         self._kept,
                     )
-            if self._first:  # by now the script has made its settings
+            if self._first:  # the script has changed settings by now
                 self._first = False
                 self._compare()
                 self._watch = self._watch_gradient()
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             if not self._failed:
                 log.warning("Arithmetic: a resume may round otherwise: %r", error)
             self._failed = True
@@ -255,7 +257,7 @@ class Arithmetic:
                 value = attrgetter(name)(torch)
                 found[name] = str(value() if callable(value) else value)
             except (AttributeError, RuntimeError):
-                pass  # another torch, or set under another name
+                pass  # another version of torch, or set under another name
         inductor = sys.modules.get("torch._inductor.config")
         return {**found, _BY_SPEED[1]: str(getattr(inductor, "max_autotune", False))}
 
@@ -292,7 +294,7 @@ class Arithmetic:
             )
 
     def _watch_gradient(self) -> Any:
-        """Has one parameter find out whether the next step adds to this step's gradient."""
+        """Makes one parameter's hook check whether the next step adds to this step's gradient."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 before = [parameter]
@@ -301,7 +303,7 @@ class Arithmetic:
                     kept = before.pop().grad if before else None
                     if kept is None or (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
                         return
-                    with contextlib.suppress(NotCapturable, RuntimeError):  # of a kind that cannot be counted
+                    with contextlib.suppress(NotCapturable, RuntimeError):  # of a type that cannot be counted
                         self._kept = name if local_shard(kept).count_nonzero() else ""
 
                 return parameter.register_hook(look)  # type: ignore[no-untyped-call,unused-ignore]

@@ -1,10 +1,10 @@
-"""Checks that replicas are equal: a restore would mix unequal shares into a state nobody had.
+"""Checks that replicas are equal, because a restore would mix unequal shares into a state no rank had.
 
-At each snapshot every replica samples what it holds, a few hundred elements of each tensor, others at every
-snapshot, and lays the sums down in the process group's store. Then it looks at what its two neighbours in the
-ring of replicas have laid down. Of two neighbours the later one sees the sums of both, so that without any
-waiting a version of unequal replicas is completed by nobody. From then on each replica saves all that it has,
-and no deltas are taken. The sums travel in the slot too: a restore compares them again.
+At each snapshot every replica samples its state, a few hundred elements of each tensor, different ones each
+time, and writes the checksums to the process group's store. Then it reads those of its two neighbours in the
+ring of replicas. The later of two neighbours sees both checksums, so without any waiting no version of
+unequal replicas is completed. From then on each replica saves its whole state, and no deltas are taken. The
+checksums are in the slot too, and a restore compares them again.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 REPLICAS = "replicas"
-"""Key of a slot's metadata: whether shares or whole shards are stored, then for each ring of replicas a sum
-of what was sampled."""
+"""The key of a slot's metadata with the form of storage (shares or whole shards) and checksums.
+
+There is one checksum of the samples for each ring of replicas."""
 _SHARES, _WHOLE = "shares", "whole"
 _TENSORS = 64
-"""Of a ring, sampled at one snapshot; if there are more, those whose turn it is."""
+"""The most tensors of a ring sampled at one snapshot; more are sampled in turn."""
 _RUNS, _LENGTH = 16, 32
-"""Runs of elements that are sampled of a tensor."""
+"""The number and length, in elements, of the runs sampled of a tensor."""
 _REMEMBERED = 8
-"""Snapshots whose sums stay in the store: so far may one replica be ahead of another."""
+"""The number of snapshots with sums in the store, by which one replica may be ahead of another."""
 _RINGS = 16
-"""Most of them in the metadata of a slot, where there is little room."""
+"""The most rings in the metadata of a slot, where there is little room."""
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Ranks that hold the same of some tensors. `ranks`: in the order of the process group, this one among
-    them."""
+    """Ranks that hold the same part of some tensors, including this rank, in the process group's order."""
 
     name: str
     ranks: tuple[int, ...]
@@ -60,23 +60,23 @@ class _Ring:
 
 @dataclass(frozen=True)
 class Looked:
-    """What one snapshot found."""
+    """The samples of one snapshot."""
 
     step: int
     whole: bool
     samples: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
-    """Of each ring those of the tensors whose turn it was, by name; None where one could not be sampled."""
+    """The samples of tensors by ring and name; None if a tensor could not be sampled."""
 
     @cached_property
     def sums(self) -> dict[str, dict[str, int | None]]:
-        """Checksums of the samples. Waits for the device."""
+        """Returns the checksums of the samples. Waits for the device."""
         return {
             ring: dict(zip(seen, _sums(list(seen.values())), strict=True))
             for ring, seen in self.samples.items()
         }
 
     def written(self) -> str:
-        """For the slot's metadata."""
+        """Returns the value for the slot's metadata."""
         parts = [_WHOLE if self.whole else _SHARES]
         for ring, sums in sorted(self.sums.items())[:_RINGS]:
             if None not in sums.values():
@@ -87,26 +87,26 @@ class Looked:
 
 
 class Equality:
-    """Of the replicas of one Checkpointer. `look` and `judge` are called by the saver's thread."""
+    """Compares one Checkpointer's replicas. The saver thread calls `look` and `judge`."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._rank = dist.get_rank() if is_distributed() else 0
         self._store, self._prefix = _store(), ""
         if self._store is not None:
-            # Checkpointers of one process must not read each other's sums; all ranks make them in the same
+            # Checkpointers of one process must not read each other's sums; all ranks create them in the same
             # order.
             try:
                 number = self._store.add(f"tiercheck/checkpointers/{self._rank}", 1)
                 self._prefix = f"tiercheck/replicas/{number}"
             except RuntimeError:
-                self._store = None  # of a group that reaches nobody
+                self._store = None  # the store of a group without connections
         self._rings: dict[str, _Ring] = {}
         self._of_tensor: dict[str, tuple[_Ring, ...]] = {}
         self._records: dict[str, deque[Any]] = {}
 
     def look(self, step: int, entries: Sequence[Entry]) -> Looked:
-        """Sample the state, which must not change meanwhile."""
+        """Samples the state, which must not change meanwhile."""
         by_ring: dict[str, list[Entry]] = {}
         whole = not any(entry.piece is not None and entry.piece.span is not None for entry in entries)
         if self._store is None:
@@ -126,7 +126,7 @@ class Equality:
         return Looked(step, whole, samples)
 
     def judge(self, looked: Looked) -> None:
-        """Compare with the neighbours. Raises Skipped if the snapshot must not be completed."""
+        """Compares with the neighbours. Raises Skipped if the snapshot must not be completed."""
         if self._store is None or not looked.samples:
             return
         try:
@@ -136,14 +136,14 @@ class Equality:
             ValueError,
             TypeError,
             KeyError,
-        ) as error:  # whoever keeps the store may be gone
+        ) as error:  # the process with the store may be gone
             log.debug("replicas cannot be compared: %r", error)
             return
         if found:
             raise Skipped("ReplicasDiffer", found)
 
     def _compare(self, looked: Looked, store: Store) -> str:
-        """Why the snapshot must not be completed; empty if nothing is known against it."""
+        """Returns the reason why the snapshot must not be completed; empty if there is none."""
         for name, sums in looked.sums.items():
             records = self._records.setdefault(name, deque(maxlen=_REMEMBERED))
             records.append([looked.step, looked.whole, list(sums.values())])
@@ -173,7 +173,7 @@ class Equality:
         return ""
 
     def _record(self, store: Store, key: str, step: int) -> list[Any] | None:
-        if not store.check([key]):  # to get what is not there would wait for it
+        if not store.check([key]):  # a get would wait for a missing key
             return None
         records: list[list[Any]] = parse_json(store.get(key))
         return next((record for record in reversed(records) if record[0] == step), None)
@@ -195,18 +195,18 @@ class Equality:
 
 
 def are_unequal(written: Iterable[str]) -> bool:
-    """Whether the slots of a version, given the REPLICAS of their metadata, are of replicas that differ."""
+    """Returns whether a version's slots, given by their REPLICAS values, are of unequal replicas."""
     known: dict[str, str] = {}
     return any(known.setdefault(ring, found) != found for text in written for ring, found in _rings_in(text))
 
 
 def were_saved_as_shares(written: str) -> bool:
-    """Whether each replica saved its part alone."""
+    """Returns whether each replica saved only its share."""
     return written.startswith(_SHARES)
 
 
 def were_saved_whole(written: str) -> bool:
-    """Whether every replica saved all that it had although there are several: because they differed."""
+    """Returns whether each of several replicas saved its whole state, because they differed."""
     return written.startswith(_WHOLE) and bool(_rings_in(written))
 
 
@@ -224,14 +224,12 @@ def _message(rank: int, other: int, names: Sequence[str]) -> str:
 
 
 def _store() -> Store | None:
-    """That of the process group; None: there is none, or nobody to compare with."""
+    """Returns the process group's store; None: there is none, or no other rank."""
     if not is_distributed() or dist.get_world_size() == 1:
         return None
     from torch.distributed import distributed_c10d
 
-    give = getattr(
-        distributed_c10d, "_get_default_store", None
-    )  # the public way is only to have made it oneself
+    give = getattr(distributed_c10d, "_get_default_store", None)  # there is no public function for it
     try:
         store: Store | None = None if give is None else give()
     except (RuntimeError, ValueError):  # a backend without one (MPI)
@@ -256,8 +254,9 @@ def _sums(samples: Sequence[Tensor | None]) -> list[int | None]:
 
 @torch.no_grad()
 def _sample(tensor: Tensor, step: int) -> Tensor:
-    """A copy of the bytes of some elements, in runs, because what memory brings at once costs one look. Needs
-    `share_of`'s smallest tensor."""
+    """Returns a copy of the bytes of some elements, in runs, which memory delivers together.
+
+    Needs at least `share_of`'s smallest tensor."""
     flat = tensor.detach().view(-1)
     wide = flat.numel() // _RUNS
     begin = step * 0x9E3779B1 % (wide - _LENGTH + 1)

@@ -1,12 +1,12 @@
-"""Saves what several ranks hold alike in parts, one for each, and puts it together again among them.
+"""Splits state that several ranks hold equally into shares, and reassembles it after a restore.
 
 Of a shard with R replicas each one stores an equal share of its elements, so that capture, network and memory
-fall with the data-parallel degree (REFT, arXiv 2310.12670). After a restore the replicas give each other
-their shares, with collectives of the process group that binds them: no way between them is faster.
+costs fall with the data-parallel degree (REFT, arXiv 2310.12670). After a restore the replicas exchange their
+shares with collectives of their process group, which is the fastest path between them.
 
 ZeroRedundancyOptimizer (ZeRO stage 1) wraps an ordinary optimizer of the parameters that this rank updates,
-and sends the results to the other ranks after each step. So the one inside is captured, each rank's state is
-nobody else's, and after a restore the results are sent once.
+and sends the results to the other ranks after each step. So the inner optimizer is captured, no other rank
+has its state, and after a restore the results are sent once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tiercheck.trainer.tensors.leaves import Entry, local_shard
 
 
 class Partitions:
-    """The optimizers of a script, and those that do the work."""
+    """The optimizers of a script, and the inner optimizers of their wrappers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises TypeError for one whose steps are not its own."""
+        """Raises TypeError for an optimizer that updates parameters outside of its own steps."""
         self._whole: dict[int, Any] = {}
         self.outer = list(optimizers)
         self.inner: list[Optimizer] = []
@@ -53,7 +53,7 @@ class Partitions:
 
     @property
     def sent(self) -> list[Tensor]:
-        """Parameters that some rank updates, and sends to the others."""
+        """Returns the parameters that one rank updates and sends to the others."""
         return [
             parameter
             for whole in self._whole.values()
@@ -62,39 +62,39 @@ class Partitions:
         ]
 
     def __contains__(self, index: int) -> bool:
-        """Whether the optimizer with this number keeps its state for some parameters only."""
+        """Returns whether the optimizer with this number has state for only some parameters."""
         return index in self._whole
 
     def stepped(self) -> None:
-        """Tell the inner optimizers what a scheduler has changed since their last step: it knows the wrappers
-        only, which pass it on when the next step begins."""
+        """Copies a scheduler's changes of the wrappers since the last step to the inner optimizers.
+
+        The wrappers themselves would copy them only when the next step begins."""
         for whole in self._whole.values():
             whole._sync_param_groups(whole.param_groups, whole.optim.param_groups)
 
     def loaded(self) -> None:
-        """The inner optimizers were restored, and their parameters with them: tell the wrappers and the other
-        ranks. A collective call."""
+        """Updates the wrappers and the other ranks after the inner optimizers and parameters were restored.
+
+        A collective call."""
         for whole in self._whole.values():
             whole._sync_param_groups(whole.optim.param_groups, whole.param_groups)
             whole._sync_params()
 
 
 def _is_zero(optimizer: Optimizer) -> bool:
-    # By name: importing its module takes time, and without torch.distributed it does not exist.
+    # By name: importing its module takes time, and it does not exist without torch.distributed.
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 SMALLEST = 64 * 1024
-"""Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it
-saves."""
+"""Bytes. Every replica stores smaller tensors whole, as sharing them would cost more than it saves."""
 _BUCKET = 64 * 1024 * 1024
-"""Bytes that one rank contributes to one exchange."""
+"""The most bytes that one rank contributes to one exchange."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold the same shard. `groups`: process groups whose product they are, the outermost
-    first."""
+    """The ranks that hold the same shard: the product of `groups`, the outermost process group first."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -104,15 +104,14 @@ class Replicas:
 
     @cached_property
     def index(self) -> int:
-        """Of this rank among them."""
+        """Returns the index of this rank among the replicas."""
         index = 0
         for group in self.groups:
             index = index * group.size() + group.rank()
         return index
 
     def gather(self, own: Tensor) -> Tensor:
-        """What every replica contributes, as rows in their order. `own`: flat, and of the same length
-        everywhere."""
+        """Returns all replicas' contributions as rows, in order. `own`: flat, of equal length on all."""
         rows = own
         for group in reversed(self.groups):
             whole = rows.new_empty(group.size() * rows.numel())
@@ -122,14 +121,14 @@ class Replicas:
 
 
 class Shares:
-    """Which part of each tensor of a state this rank stores."""
+    """Determines the part of each tensor of a state that this rank stores."""
 
     def __init__(self, wrapped: Wrapped, partitions: Partitions) -> None:
         self._partitions = partitions
         self.outer = partitions.outer
-        """The optimizers that the script adds parameter groups to."""
+        """The optimizers to which the script adds parameter groups."""
         self.whole = ""
-        """Why every replica saves all of a shard; empty: each saves its share."""
+        """The reason why every replica saves whole shards; empty: each saves its share."""
         self._of_name: dict[str, Replicas] = {}
         for path, module in wrapped.replicated:
             if module.process_group.size() > 1:
@@ -140,21 +139,21 @@ class Shares:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._of_mesh: dict[tuple[object, tuple[int, ...]], Replicas] = {}
         self._alike: object | None = None
-        """Of which inventories `_places` tells where their entries lie."""
+        """The identity (`alike`) of the inventories for which `_places` is valid."""
         self._places: list[tuple[Piece | None, Replicas | None]] = []
 
     def keep_whole(self, why: str) -> None:
-        """No shares from now on. Any thread may say so."""
+        """Makes this rank save whole shards from here on. May be called from any thread."""
         self.whole = self.whole or why
 
     def own(self, inventory: Inventory) -> list[Entry]:
-        """The entries as this rank stores them: with the pieces that they are, and cut to its share."""
+        """Returns the entries as this rank stores them: with their pieces, and cut to its share."""
         if inventory.alike is None or inventory.alike is not self._alike:
             self._places, self._alike = list(map(self._place_of, inventory.entries)), inventory.alike
         return list(map(self._stored, inventory.entries, self._places))
 
     def describe(self, entry: Entry) -> Entry:
-        """One entry, as `own` does."""
+        """Returns one entry as `own` does."""
         return self._stored(entry, self._place_of(entry))
 
     def _place_of(self, entry: Entry) -> tuple[Piece | None, Replicas | None]:
@@ -167,20 +166,18 @@ class Shares:
             span = share_of(tensor, replicas)
             if span is not None:
                 tensor, piece = cut(tensor, span), Piece(piece.shape, piece.box, span)
-        return Entry(name, tensor, lazy, finite, origin, piece)  # a third of the time that `_replace` takes
+        return Entry(name, tensor, lazy, finite, origin, piece)  # takes a third of the time of `_replace`
 
     def shard(self, name: str, value: Tensor) -> Piece | None:
-        """What this rank has of a tensor with that name in a slot; None: it is its own affair."""
+        """Returns this rank's piece of a tensor, by name in a slot; None: the tensor is this rank's alone."""
         return self._place(name, value, local_shard(value))[0]
 
     def replicas_of(self, name: str, value: Tensor) -> Replicas | None:
-        """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are
-        none."""
+        """Returns the ranks with the same shard of a tensor, by name in a slot; None: no others."""
         return self._place(name, value, local_shard(value))[1]
 
     def consumers_of(self, optimizer: int, name: str, parameter: Tensor) -> Replicas | None:
-        """The ranks whose optimizer with this number consumes the same gradient of the parameter; None: only
-        this one."""
+        """Returns the ranks with the same gradient of a parameter for an optimizer; None: only this one."""
         return None if optimizer in self._partitions else self.replicas_of(f"model/{name}", parameter)
 
     def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
@@ -197,18 +194,17 @@ class Shares:
         replicas = self._of_name.get(parameter)
         counts = (
             optimizer >= 0 and not shard.dim()
-        )  # how often a parameter was updated: the same wherever it is
+        )  # the number of updates of a parameter is the same on all ranks
         if replicas is None and not self._alone and not counts:
             return None, None
         return Piece.whole(shard.shape), None if optimizer in self._partitions else replicas
 
 
 def owner_of(name: str) -> tuple[int, str]:
-    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or
-    `optimizer<i>/<parameter>/<key>`, belongs to.
+    """Returns the optimizer (-1: the model itself) and the parameter to which a stored tensor belongs.
 
-    One of a module beside the model belongs to itself: `state/<name>/<parameter>`. So does a buffer that is
-    not persistent.
+    Its name is `model/<parameter>` or `optimizer<i>/<parameter>/<key>`. A tensor of a module beside the
+    model, `state/<name>/<parameter>`, belongs to itself, as does a buffer that is not persistent.
     """
     kind, _, rest = name.partition("/")
     if kind in ("state", "buffers"):
@@ -217,15 +213,16 @@ def owner_of(name: str) -> tuple[int, str]:
 
 
 def share_of(shard: Tensor, replicas: Replicas) -> tuple[int, int] | None:
-    """The elements that this rank stores; None: all. The same rule at every replica, whole rows where there
-    are enough."""
+    """Returns the range of elements that this rank stores; None: all.
+
+    All replicas use the same rule, with whole rows if there are enough."""
     if shard.nbytes < SMALLEST or shard.layout is not torch.strided or not shard.is_contiguous():
         return None
     return fair_span(shard.numel(), replicas.index, replicas.count, _grain(shard, replicas.count))
 
 
 def cut(shard: Tensor, span: tuple[int, int]) -> Tensor:
-    """A view of these elements; as rows, if they are whole ones."""
+    """Returns a view of these elements, as rows if they are whole rows."""
     flat = shard.detach().view(-1)[span[0] : span[1]]
     width = shard.shape[-1] if shard.dim() > 1 else 1
     return flat.view(-1, width) if width > 1 and span[0] % width == 0 and flat.numel() % width == 0 else flat
@@ -238,9 +235,9 @@ def _grain(shard: Tensor, count: int) -> int:
 
 @torch.no_grad()
 def exchange(wanted: Sequence[tuple[Replicas, Tensor]]) -> None:
-    """Complete each tensor, of which this rank has its own share in place, with the shares of its replicas.
+    """Completes each tensor, in which this rank has its share, with the shares of the other replicas.
 
-    A collective call: all replicas give the same tensors in the same order.
+    A collective call: all replicas pass the same tensors in the same order.
     """
     for replicas, tensors in _buckets(wanted):
         shares = [-(-_longest(tensor, replicas) * tensor.element_size() // 8) * 8 for tensor in tensors]
@@ -290,14 +287,14 @@ def _longest(tensor: Tensor, replicas: Replicas) -> int:
 
 
 def _bytes(tensor: Tensor, replicas: Replicas, index: int) -> Tensor:
-    """The bytes of one replica's share, in place."""
+    """Returns a view of the bytes of one replica's share."""
     begin, end = _span(tensor, replicas, index)
     flat = tensor.detach().view(-1)[begin:end]
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
 
 def _device(replicas: Replicas, tensor: Tensor) -> torch.device:
-    """Where the group can exchange: on the tensor's own device, or on the GPU if it is a group of GPUs."""
+    """Returns the device for the exchange: the tensor's own, or the GPU if the group supports only GPUs."""
     devices = {device.type for group in replicas.groups for device in group._device_types}
     if tensor.device.type in devices or "cuda" not in devices:
         return tensor.device

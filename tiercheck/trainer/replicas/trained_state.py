@@ -1,4 +1,4 @@
-"""Holds what a script gave a Checkpointer to keep: model, optimizers and the rest."""
+"""Holds the objects that a script gave to a Checkpointer: model, optimizers and other state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 class TrainedState:
-    """Of one rank. Saving and restoring mean the same by it."""
+    """The state of one rank, shared by saving and restoring."""
 
     def __init__(
         self,
@@ -30,15 +30,16 @@ class TrainedState:
         state: user_state.State | None,
         leave_out: Sequence[str] = (),
     ) -> None:
-        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved,
-        ValueError for a pattern of `leave_out` that nothing matches."""
+        """Takes the arguments of `Checkpointer`. Raises NotCapturable, TypeError if they can never be saved.
+
+        Raises ValueError for a pattern of `leave_out` without a match."""
         if not isinstance(model, nn.Module) or not isinstance(state or {}, Mapping):
             raise TypeError(
                 f"Checkpointer needs a torch.nn.Module and a dict as state, not {type(model).__name__} and "
                 f"{type(state).__name__}"
             )
         self.given_model = model
-        """As the script has it, wrapped."""
+        """The model as given by the script, with wrappers."""
         wrapped = Wrapped.look(model)
         self.model = wrapped.model
         refuse_fsdp1(self.model)
@@ -51,10 +52,10 @@ class TrainedState:
         modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
         inner = {name: Wrapped.look(each).model for name, each in modules.items()}
         self.beside = {name: each for name, each in inner.items() if _has_tensors(name, each)}
-        """Modules in the script's `state`: their tensors are stored like the model's."""
+        """The modules in the script's `state`. Their tensors are stored as the model's are."""
         self.given_modules = {name: modules[name] for name in self.beside}
         self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in modules}
-        """The rest of it."""
+        """The other objects in the script's `state`."""
         for index, (wrapped_one, outer) in enumerate(unwrapped):
             if outer is not None:
                 self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, wrapped_one)
@@ -73,12 +74,11 @@ class TrainedState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All whose tensors are stored."""
+        """Returns all modules with stored tensors."""
         return [self.model, *self.beside.values()]
 
     def check(self) -> None:
-        """Raises NotCapturable if it cannot be saved, as far as that can be seen: better now than after an
-        hour."""
+        """Raises NotCapturable early if it can already be seen that the state cannot be saved."""
         if not all(map(is_final, self.modules)):
             return
         try:
@@ -87,15 +87,15 @@ class TrainedState:
             self.inventories.first = {entry.name for entry in entries}
         except TypeError:
             raise
-        except Exception as error:  # of the script's own state_dict
+        except Exception as error:  # from the script's own state_dict
             raise NotCapturable(f"the state cannot be listed: {type(error).__name__}: {error}") from error
 
 
 def _has_tensors(name: str, module: nn.Module) -> bool:
-    """Of a module in the script's state, beside metrics."""
+    """Returns whether a module in the script's state has tensors that are not of metrics."""
     try:
         shown = module.state_dict().keys() - user_state.keys_of_metrics(module)
-    except Exception:  # of the script's own, which the inventory names
+    except Exception:  # from the script's own state_dict; the inventory reports it
         return True
     if shown or any(True for _ in module.buffers()):
         return True

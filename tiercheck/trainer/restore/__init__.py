@@ -1,1 +1,1 @@
-"""A saved state on its way back into a model and its optimizers."""
+"""Loads a saved state back into a model and its optimizers."""

@@ -1,4 +1,4 @@
-"""Makes again what a script has added on its way, which a new start of it does not have yet."""
+"""Adds what a script had added during training, and what a new start of it does not have yet."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.capture import BESIDE, named_parameters_of, names_by_group
 
 _MASK, _MASKED = "_mask", "_orig"
-"""Ends of the names that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
+"""The suffixes that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
 _CALLS = {
     ".parametrizations.": "the script must call torch.nn.utils.parametrize.register_parametrization",
     "lora_": "the script must add the adapter",
 }
-"""By a part of a tensor's name: how a script comes to have it."""
+"""The calls by which a script gets a tensor, by a part of the tensor's name."""
 
 
 def add_tensors(
     model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], grown: Collection[str]
 ) -> None:
-    """Add the pruning masks and the buffers that are `stored`, and that the model and the modules `beside` it
-    do not have yet. `grown`: names of buffers that were registered in training."""
+    """Adds the `stored` pruning masks and buffers that the model and modules `beside` it do not have yet.
+
+    `grown`: names of buffers that were registered in training.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     owners = {
         f"{begin}{name}{'.' if name else ''}": module
@@ -54,8 +56,7 @@ def add_tensors(
 
 
 def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
-    """Names the tensors that only a checkpoint has, or only the script, and what to do; empty: there are
-    none."""
+    """Names the tensors that only the checkpoint or the script has, and what to do; empty: there are none."""
     more, fewer = sorted({*stored} - {*here}), sorted({*here} - {*stored})
     if not more:
         return f"{fewer[0]} is only in the model" if fewer else ""
@@ -69,7 +70,7 @@ def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
 
 
 def add_groups(outer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Add the parameter groups that the script has added on its way, as when layers are thawed.
+    """Adds the parameter groups that the script added during training, as when layers are thawed.
 
     `outer`: the optimizer that the script adds groups to, which for ZeRO is not the one that was saved.
     """
@@ -79,7 +80,7 @@ def add_groups(outer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> 
     there = saved.get("whole") or [list(islice(names, count)) for count in saved.get("counts", ())]
     added = there[len(here) :]
     if there[: len(here)] != here or not known.keys() >= {*chain.from_iterable(added)}:
-        return  # `_check_optimizer` says what does not fit
+        return  # `_check_optimizer` raises for what does not fit
     for group, its in zip(saved["groups"][len(here) :], added, strict=True):
         outer.add_param_group({**group, "params": [known[name] for name in its]})
     if added:
@@ -87,8 +88,10 @@ def add_groups(outer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> 
 
 
 def _accept_again(optimizer: Optimizer, first: int) -> None:
-    """A script that adds the groups from number `first` on itself, later than it did, gets the restored ones
-    once each; torch would raise ValueError."""
+    """Lets a script add the groups from number `first` on again: it gets the restored ones, once each.
+
+    Otherwise torch would raise ValueError.
+    """
     waiting = list(range(first, len(optimizer.param_groups)))
     add = optimizer.add_param_group
 
@@ -102,7 +105,7 @@ def _accept_again(optimizer: Optimizer, first: int) -> None:
             restored = optimizer.param_groups[number]
             if given and {*map(id, restored["params"])} == given:
                 param_group.update(restored)
-                optimizer.param_groups[number] = param_group  # the script may hold on to it
+                optimizer.param_groups[number] = param_group  # the script may keep a reference to it
                 waiting.remove(number)
                 log.warning("parameter group %d was restored already: its state and rates stay", number)
                 break
@@ -115,8 +118,7 @@ def _accept_again(optimizer: Optimizer, first: int) -> None:
 
 
 def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Put parameters that the script moved from one group to the next on its way where they were: their
-    order is the same, the rates are others."""
+    """Moves parameters back to the groups they were saved in: their order is the same, the rates differ."""
     counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
     if counts == here or len(counts) != len(here):
         return
@@ -127,7 +129,6 @@ def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 
 
 def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
-    """How many parameters each group has that was saved after those that the optimizer has here, which are
-    the same."""
+    """Returns the sizes of the groups saved after those that are here; empty if these differ."""
     counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
     return counts[len(here) :] if counts[: len(here)] == here else []

@@ -1,8 +1,8 @@
-"""Puts a snapshot back bit for bit, then runs what torch's own load would run: hooks and methods.
+"""Restores a snapshot bit for bit, then runs what torch's own load would run: hooks and methods.
 
 No dtype is cast, and nothing missing goes unnoticed.
 
-A restore fills memory, and so goes past hooks, but a module may derive something from its tensors when it is
+A restore fills memory, and so bypasses hooks, but a module may derive something from its tensors when it is
 loaded. Hooks get copies of what was restored. Whatever they write to the state itself is undone.
 """
 
@@ -64,11 +64,11 @@ def load_all(
     *,
     beside: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Write the slot's tensors into the model's own storage (and that of the modules `beside` it), and
-    rebuild the optimizers' state. Raises DifferentState, RestoreError.
+    """Writes the slot's tensors into the model's own storage, and rebuilds the optimizers' state.
 
-    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was.
-    Collective if replicas have saved it in shares.
+    The modules `beside` the model are filled, too. Raises DifferentState, RestoreError. Everything is checked
+    before anything is written, so a refused checkpoint leaves the state as it was. Collective if replicas
+    have saved it in shares.
     """
     tensors, pieces = slot.tensors(), slot.pieces
     tensors.ensure_whole()
@@ -97,16 +97,14 @@ def load_all(
 
 
 def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Container[str]) -> None:
-    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: whether
-    the model has it."""
+    """Raises DifferentState for a tensor of an optimizer that neither model (`held`) nor checkpoint has."""
     for entry in own:
         if entry.name not in stored and not held(entry.tensor):
             raise DifferentState(f"{entry.name} is only in the optimizer")
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
-    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here; a buffer
-    may have another shape."""
+    """Returns whether the slot has the model's tensors as the same parts; buffers may have other shapes."""
     pieces = slot.pieces
     names = {name for name in slot.tensors() if name.startswith("model/")}
     return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
@@ -122,8 +120,7 @@ def _fill(
     tensors: StoredTensors,
     pieces: Mapping[str, Piece],
 ) -> None:
-    """Read each tensor (its name, itself, its local shard); what was saved in shares is completed by its
-    replicas."""
+    """Reads each tensor (name, itself, local shard); replicas complete what was saved in shares."""
     shared: list[tuple[Replicas, Tensor]] = []
     places: list[tuple[str, Tensor]] = []
     for name, value, local in wanted:
@@ -147,8 +144,7 @@ def _model_targets(
     pieces: Mapping[str, Piece],
     prefix: str = "model/",
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each tensor of the model the tensor itself and its local shard; of a buffer that has another shape
-    by now, memory that it shall have."""
+    """Returns each tensor of the model and its local shard; new memory if a buffer's shape differs."""
     listed: list[Entry] = []
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
@@ -160,7 +156,7 @@ def _model_targets(
     saved = {name for name in tensors if name.startswith(prefix)}
     if difference := describe_difference(saved, targets):
         raise DifferentState(difference)
-    # Not as the state_dict has them, which are other objects of the same memory.
+    # Not those of the state_dict, which are other objects with the same memory.
     buffers = {f"{prefix}{key}": each for key, each in model.named_buffers(remove_duplicate=False)}
     for name, (value, local) in targets.items():
         stored, piece = tensors[name], pieces.get(name)
@@ -221,7 +217,7 @@ def _load_optimizer(
     *,
     present: _Present,
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
+    """Rebuilds an optimizer's state, empty. Returns name, tensor and local shard of what is to be filled."""
     group_as_saved(optimizer, model, saved)
     set_hyper_parameters(optimizer, saved["groups"])
     kept.put_attributes(optimizer, saved.get("attributes", {}))
@@ -257,19 +253,20 @@ def _load_optimizer(
 
 
 class _Present:
-    """What optimizers have already. A tensor that fits is filled where it is: CUDA graphs keep its address,
-    and new memory takes longer than the copy."""
+    """The tensors that optimizers have already, to be filled where they are if they fit.
+
+    CUDA graphs keep their addresses, and new memory takes longer than the copy.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Callable[[Tensor], bool]) -> None:
-        """`held`: whether a model has it."""
+        """`held`: returns whether a model has a tensor."""
         self._state = {
             parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()
         }
         self._held, self._taken = held, set[int]()
 
     def take(self, parameter: Tensor, key: str, local: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of `value` and its local shard, which are new: those that are here, if they are alike and
-        nobody else's."""
+        """Returns the present shard and tensor if alike and not shared, else the new `local` and `value`."""
         state = self._state.get(parameter)
         found = state.get(key) if isinstance(state, Mapping) else None
         if not isinstance(found, Tensor) or _form(found) != _form(value):
@@ -285,7 +282,7 @@ class _Present:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor but its content."""
+    """Returns all of a tensor but its content."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
     shape, stride = tensor.shape, tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.dtype, tensor.device, shape, stride, tensor.requires_grad, mesh, placements
@@ -294,9 +291,10 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 def room_for(
     shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The optimizer's tensor as `capture.describe` found it: same device kind, memory order, and sharding.
+    """Returns memory for an optimizer's tensor: same device kind, memory order and sharding as saved.
 
-    What is to be filled, of local `shape`, and the tensor that it is the local shard of (or itself).
+    `described`: by `kept.describe`. Returns what is to be filled, of local `shape`, and the tensor that it is
+    the local shard of (or itself).
     """
     shard = next(leaf for _, leaf in parts(parameter)) if is_wrapper(parameter) else local_shard(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
@@ -313,8 +311,7 @@ def room_for(
 
 
 def sharded_like(local: Tensor, parameter: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """The DTensor of that shape whose shard is `local`, on the parameter's mesh; `local` itself if that has
-    none."""
+    """Returns the DTensor of that shape with shard `local`, on the parameter's mesh; `local` without one."""
     if not hasattr(parameter, "placements"):
         return local
     from torch.distributed.tensor import DTensor
@@ -330,8 +327,10 @@ _METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 
 @torch.no_grad()
 def run_load_hooks(trained: TrainedState, facts: Mapping[str, Any]) -> None:
-    """Run them, with the extra states that `facts` hold. Raises what they raise, and RestoreError if one
-    changes what cannot be put back."""
+    """Runs load hooks and methods, with the extra states that `facts` hold.
+
+    Raises what they raise, and RestoreError if one changes what cannot be put back.
+    """
     models = [("model/", trained.given_model, facts["model_extra"] | facts.get("extra", {}))]
     for name, module in trained.given_modules.items():
         models.append((f"{BESIDE}{name}/", module, facts.get("beside_extra", {}).get(name, {})))
@@ -366,7 +365,7 @@ def run_load_hooks(trained: TrainedState, facts: Mapping[str, Any]) -> None:
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Whether torch's load does more to the module than copying."""
+    """Returns whether torch's load does more to the module than copying."""
     hooks = module._load_state_dict_pre_hooks.values()
     return bool(
         any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS)
@@ -377,7 +376,7 @@ def has_load_hooks(module: nn.Module) -> bool:
 
 
 def has_own_load(optimizer: Optimizer) -> bool:
-    """Whether torch's load does more to the optimizer than copying."""
+    """Returns whether torch's load does more to the optimizer than copying."""
     kind: Any = type(optimizer)
     return bool(
         kind.load_state_dict is not Optimizer.load_state_dict
@@ -388,7 +387,7 @@ def has_own_load(optimizer: Optimizer) -> bool:
 
 
 def _load(given: nn.Module, extra: Mapping[str, Any], copies: Mapping[str, Tensor]) -> None:
-    """Have a module, as the script made it, load its own state, with the `copies` that hooks may write."""
+    """Makes a module, as the script made it, load its own state, with `copies` that hooks may write."""
     inner = Wrapped.look(given).model
     if type(inner).load_state_dict is not nn.Module.load_state_dict:
         given = inner  # no wrapper calls it, but a script does

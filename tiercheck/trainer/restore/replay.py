@@ -20,7 +20,7 @@ from tiercheck.trainer.tensors.leaves import local_shard
 
 
 class Mismatch(Exception):
-    """The replay did not give the state that the delta was taken from; the message says where."""
+    """The replay did not give the state that the delta was taken from; the message names the place."""
 
 
 class Replay:
@@ -37,7 +37,7 @@ class Replay:
 
     @torch.no_grad()
     def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
-        """Bring the state from before the delta's step to after it. Raises Mismatch."""
+        """Brings the state from before the delta's step to after it. Raises Mismatch."""
         self._redo(delta, facts)
         turn = state_hash.state_of_turn(self._optimizers, delta.step)
         places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
@@ -45,7 +45,7 @@ class Replay:
             raise Mismatch(f"{self._spelled(where)} differs")
 
     def _redo(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
-        """Make its updates again. Raises Mismatch if an optimizer raises, or something does not fit."""
+        """Repeats its updates. Raises Mismatch if an optimizer raises, or something does not fit."""
         before = torch.get_num_threads()
         gradients_before = [[parameter.grad for _, parameter in named] for named in self._named]
         torch.set_num_threads(delta.threads)
@@ -106,7 +106,7 @@ class Replay:
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The shard as the gradient of `parameter`, sharded like it."""
+    """Returns the shard as the gradient of `parameter`, sharded as that is."""
     if not hasattr(parameter, "placements"):
         return gradient
     from torch.distributed.tensor import DTensor

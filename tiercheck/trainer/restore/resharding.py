@@ -1,8 +1,8 @@
 """Restores a state on other ranks or another mesh: each rank reads the parts it now holds.
 
-Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces),
-chooses the slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no
-shard needs is asked for.
+Each rank follows its own sharding: it reads the beginnings of all slots (header and table of pieces), chooses
+the slots and bytes that it needs, fetches them, and cuts its shards out of them. No byte that no shard needs
+is requested.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from tiercheck.trainer.tensors.leaves import PLAIN, held_by, local_shard
 from tiercheck.trainer.tensors.samples import Sampler
 
 Borrow = Callable[[int, Ranges], str]
-"""Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The
-header and the table of pieces are always there. Raises RestoreError."""
+"""A function of a rank and byte ranges of its slot: the path of a file with them at their places.
+
+The header and the table of pieces are always there. Raises RestoreError.
+"""
 
 
 _NEAR = 64 * 1024
-"""Bytes between two ranges that are cheaper read than left out."""
+"""Bytes. A gap of at most this size between two ranges is read too, which is cheaper."""
 _BUFFER = 64 * 1024 * 1024
-"""Bytes that are read at once of what has gaps."""
+"""Bytes. The most that is read at once of a part with gaps."""
 _MOST = 4096
-"""Ranges asked for at once."""
+"""The most ranges that are requested at once."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ class _Wanted:
     name: str
     local: Tensor
     piece: Piece | None
-    """Without a span: all of the shard. None: a private one."""
+    """The part of the whole; without a span: all of the shard. None: a private tensor."""
     trained: bool = False
-    """Whether it is a parameter, or what an optimizer keeps of one."""
+    """True for a parameter, or what an optimizer keeps of one."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """This rank, and what it has now."""
+    """This rank, with its current model and optimizers."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -88,7 +90,7 @@ class OtherRanks:
 
     @cached_property
     def holders(self) -> dict[str, list[tuple[int, Piece]]]:
-        """Of each tensor, who holds what of it."""
+        """Returns the ranks that hold each tensor, and what of it."""
         found: dict[str, list[tuple[int, Piece]]] = {}
         for rank, slot in enumerate(self.beginnings):
             for name, piece in slot.pieces.items():
@@ -97,7 +99,7 @@ class OtherRanks:
 
     @cached_property
     def private(self) -> dict[str, list[int]]:
-        """Of each tensor that is a rank's own affair, the ranks that have one of that name."""
+        """Returns, for each tensor that is private to a rank, the ranks that have one of that name."""
         found: dict[str, list[int]] = {}
         for rank, slot in enumerate(self.beginnings):
             pieces = slot.pieces
@@ -108,19 +110,19 @@ class OtherRanks:
 
     @cached_property
     def unequal(self) -> set[str]:
-        """Names of tensors that ranks hold differently (`unequal_names`)."""
+        """Returns the names of tensors that ranks hold differently (`unequal_names`)."""
         proven = [rank for rank, slot in enumerate(self.beginnings) if slot.header.tensor(PROOF) is not None]
         opened = (self.open(rank, [self.place(rank, PROOF)]) for rank in proven)
         return {*unequal_names((slot.pieces, slot.proof()) for slot in opened)}
 
     def blob(self, rank: int) -> dict[str, Any]:
-        """The user blob of one of them."""
+        """Returns the user blob of one rank."""
         if rank not in self._blobs:
             self._blobs[rank] = user_state.unpack(self.open(rank, [self.place(rank, USER_BLOB)]).user_blob())
         return self._blobs[rank]
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """What the snapshot of one of them tells beside its tensors."""
+        """Returns the facts in the snapshot of one rank."""
         facts: dict[str, Any] = self.blob(rank)["facts"]
         return facts
 
@@ -128,16 +130,16 @@ class OtherRanks:
         return SlotReader.open(self._borrow(rank, ranges))
 
     def sources(self, name: str, rank: int) -> list[tuple[int, Piece]]:
-        """Who has what of a tensor, for `rank`: the one with its number first."""
+        """Returns the ranks that hold a tensor, and what of it: the one with number `rank` first."""
         held = self.holders.get(name)
-        if held is None:  # nobody said what it is of the whole, so it is one for each rank
+        if held is None:  # without a piece it is private: each rank has its own
             ranks = self.private.get(name, [])
             numbers = [number for number in (rank, rank % self.world_size) if number in ranks] or ranks
             held = [(number, Piece.whole(self._stored(number, name).shape)) for number in numbers[:1]]
         return sorted(held, key=lambda source: source[0] != rank)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises DifferentState if nobody has one of that name."""
+        """Returns the shape of the whole tensor. Raises DifferentState if no rank has one of that name."""
         sources = self.sources(name, 0)
         if not sources:
             raise DifferentState(f"{name} is missing in the checkpoint")
@@ -150,7 +152,7 @@ class OtherRanks:
         return self.beginnings[rank].tensors()[name]
 
     def place(self, rank: int, name: str) -> tuple[int, int]:
-        """Where a tensor's bytes are in the slot of `rank`."""
+        """Returns where a tensor's bytes are in the slot of `rank`."""
         return next((t.begin, t.end) for t in self.beginnings[rank].header.tensors if t.name == name)
 
 
@@ -158,11 +160,11 @@ class OtherRanks:
 def load_resharded(
     here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Fill model and optimizers; the user blob that belongs to this rank, and of each tensor a checksum of
-    what was read (`Sample.sums`). Raises DifferentState, RestoreError, NotCapturable.
+    """Fills model and optimizers. Raises DifferentState, RestoreError, NotCapturable.
 
-    A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two
-    ranks with the same ones would see the same data.
+    Returns the user blob that belongs to this rank, and of each tensor a checksum of what was read
+    (`Sample.sums`). A rank that did not exist takes the blob of rank `rank % world_size`, without its random
+    numbers: two ranks with the same ones would see the same data.
     """
     model, shares, rank = here.model, here.shares, here.rank
     namesake = rank % others.world_size
@@ -181,7 +183,7 @@ def load_resharded(
     for index, optimizer in enumerate(here.optimizers):
         if imported and index >= len(facts["optimizers"]):
             continue  # weights only: the optimizer begins anew
-        # What an optimizer keeps of a parameter is told by any rank that had it.
+        # Any rank that had a parameter describes what the optimizer keeps of it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
             blobs[source] = others.blob(source)
         more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
@@ -198,8 +200,10 @@ def load_resharded(
 
 
 def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: int) -> None:
-    """Raises DifferentState for a parameter of which each rank has its own under one name: another number of
-    ranks would have some of them twice, or not at all."""
+    """Raises DifferentState for a trained tensor that differs between ranks, if their number changed.
+
+    Another number of ranks would have some of them twice, or not at all.
+    """
     if world_size == others.world_size:
         return
     for each in wanted:
@@ -212,8 +216,7 @@ def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: 
 
 
 def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
-    """Raises DifferentState if there is something of the model in the checkpoint that no rank has a place
-    for. A collective call."""
+    """Raises DifferentState if no rank has a place for a saved tensor of the model. A collective call."""
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
     if lost := set.intersection(*gather_from_all(saved - here)):
@@ -221,7 +224,7 @@ def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
 
 
 def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
-    """Of a parameter of the model, which not every rank has, as of a pipeline's stages."""
+    """Returns whether a parameter, perhaps of another pipeline stage, was frozen; None: not known."""
     sources = others.sources(f"model/{name}", rank)
     frozen = others.facts(sources[0][0]).get("frozen") if sources else None
     return None if frozen is None else name in frozen
@@ -244,7 +247,7 @@ def _model(
 
 
 def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRanks) -> set[int]:
-    """For each parameter one rank whose optimizer knew it."""
+    """Returns, for each parameter, one rank with an optimizer that had it."""
     found = set()
     for name, _ in named_parameters_of(optimizer, model):
         prefix = f"optimizer{index}/{name}/"
@@ -266,10 +269,10 @@ def _optimizer(
     namesake: int,
     held: Callable[[Tensor], bool],
 ) -> list[_Wanted]:
-    """Rebuild the optimizer's state, empty; what is to be filled."""
+    """Rebuilds the optimizer's state, empty, and returns what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
     own = blobs[namesake]["facts"]["optimizers"][index]
-    if own["class"] and own["class"] != type(optimizer).__name__:  # who imported it does not know
+    if own["class"] and own["class"] != type(optimizer).__name__:  # an import has none
         raise DifferentState(
             f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}"
         )
@@ -329,7 +332,7 @@ def _optimizer(
 def _room(
     shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What is to be filled, and the optimizer's tensor that it is the local shard of (or itself)."""
+    """Returns what is to be filled, and the optimizer's tensor that it is a shard of (or itself)."""
     shard = local_shard(parameter)
     device = shard.device if described["device"] != "cpu" else torch.device("cpu")
     if shape == tuple(parameter.shape) and (shape or not hasattr(parameter, "placements")):
@@ -348,8 +351,7 @@ _Plan = list[tuple[_Wanted, Take[int]]]
 
 
 def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
-    """From which rank each part is taken: from the one of the same number if it has it, for that is most
-    often the nearest."""
+    """Returns the rank of each part: the one with this number if it has it, as it is often the nearest."""
     takes: _Plan = []
     for each in wanted:
         sources = others.sources(each.name, rank)
@@ -389,7 +391,7 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
             if target.is_contiguous() and last - first == target.numel():
                 solid.append((each.name, first, target))
                 continue
-            # There are gaps between its rows, here or there.
+            # There are gaps between its rows, in the target or in the slot.
             for rows in _slabs(take.box, take.part.box, target.element_size()):
                 ranges = take.part.ranges(rows)
                 around = torch.empty(ranges[-1][1] - ranges[0][0], dtype=target.dtype, device="cpu")
@@ -399,8 +401,7 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
 
 
 def _slabs(box: Box, around: Box, size: int) -> Iterator[Box]:
-    """`box` as boxes of some of its rows, which lie in a buffer's length of `around`; `size`: bytes of an
-    element."""
+    """Yields `box` as slabs of rows that fit the buffer within `around`; `size`: bytes of an element."""
     step = max(1, _BUFFER // (around.strides[0] * size))
     for row in range(0, box.shape[0], step):
         count = min(step, box.shape[0] - row)
@@ -414,8 +415,7 @@ def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tup
 
 
 def merged_ranges(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
-    """In order, and those with little between them as one; not more than `_MOST`, because a message has to
-    name them."""
+    """Sorts ranges and merges near ones. Returns at most `_MOST`, because a message has to name them."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if merged and begin <= merged[-1][1] + near:

@@ -51,20 +51,23 @@ from tiercheck.trainer.training import name_of
 
 @dataclass(frozen=True)
 class Found:
-    """The version to continue from, found out before there is a model to load it into."""
+    """The version to continue from, determined before there is a model to load it into."""
 
     backend: Backend
     offer: Offer | None
 
     @property
     def step(self) -> int:
-        """0 is a fresh start."""
+        """Returns the step of the version; 0: a fresh start."""
         return 0 if self.offer is None else self.offer.version.step
 
     @functools.cached_property
     def state(self) -> Mapping[str, Any]:
-        """The script's `state` in that version, by name, read before there is anything to load it into; that
-        of rank 0 if others saved it. Empty: nothing is found, or it cannot be read: `restore` says why."""
+        """Returns the script's `state` in that version, by name; that of rank 0 if others saved it.
+
+        It is read before there is anything to load it into. Empty: nothing is found, or it cannot be read,
+        for which `restore` raises.
+        """
         offer = self.offer
         if offer is None:
             return {}
@@ -81,14 +84,13 @@ class Found:
 
 
 def find(folder: Path | str | None = None, keep: int = 2, run: str | None = None) -> Found:
-    """Find the version that `Checkpointer.restore` would load. Collective outside a cluster. Raises
-    RestoreError."""
+    """Finds the version for `Checkpointer.restore`. Collective outside a cluster. Raises RestoreError."""
     backend = open_backend(folder, keep, run)
     return Found(backend, backend.find())
 
 
 def open_backend(folder: Path | str | None, keep: int, run: str | None) -> Backend:
-    """The sidecar in a cluster, elsewhere a folder."""
+    """Returns the sidecar's backend in a cluster, elsewhere a folder's."""
     rank, world_size = rank_and_world()
     if run_dir := os.environ.get(ENV_RUN_DIR):
         return SidecarBackend(Path(run_dir), rank, world_size)
@@ -97,23 +99,25 @@ def open_backend(folder: Path | str | None, keep: int, run: str | None) -> Backe
 
 @dataclass(frozen=True)
 class Loaded:
-    """How far a rank has come. What the script handed over is still to be put back (`put_back`)."""
+    """The progress of a restore. The script's own state is still to be put back (`put_back`)."""
 
     version: Version
     content: Mapping[str, Any]
     """The user blob of the newest slot."""
     facts: Mapping[str, Any]
-    """What all slots so far tell of the state beside tensors."""
+    """The facts beside tensors, from all slots so far."""
     room: int = 0
-    """Bytes of the longest delta; 0: not known."""
+    """Bytes. The length of the longest delta; 0: not known."""
     blob_bytes: int = 0
-    """Of the user blob."""
+    """Bytes. The length of the longest user blob."""
     imported: bool = False
-    """Only weights came back: who made them had nothing of the script's own."""
+    """True if only weights were restored: an import has no state of the script."""
 
     def put_back(self, state: user_state.State) -> None:
-        """Load the script's objects and the random generators; nothing may ask these objects for anything
-        from then on until the first step. Raises RestoreError."""
+        """Loads the script's objects and the random generators. Raises RestoreError.
+
+        Nothing may query these objects from then on until the first step.
+        """
         content, mine = self.content, state
         if self.imported:
             mine = {name: each for name, each in state.items() if name in content["state"]}
@@ -123,7 +127,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def _reported(version: Version) -> Iterator[None]:
-    """Makes a RestoreError of what torch, or the script's own objects, raise."""
+    """Converts errors of torch, or of the script's own objects, into RestoreError."""
     try:
         yield
     except (RestoreError, DifferentState, NotCapturable):
@@ -141,25 +145,24 @@ class _OpenSlot:
 
     @staticmethod
     def open(path: str) -> _OpenSlot:
-        """Raises OSError, NotASlot."""
+        """Opens a slot. Raises OSError, NotASlot."""
         return _OpenSlot(SlotReader.open(path))
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
-        """The user blob. Raises KeyError, ValueError, NotCapturable."""
+        """Returns the user blob. Raises KeyError, ValueError, NotCapturable."""
         return user_state.unpack(self.slot.user_blob())
 
 
 class Restoring:
-    """Of one restore, in the training thread."""
+    """Performs one restore, in the training thread."""
 
     def __init__(self, trained: TrainedState, backend: Backend) -> None:
         self._trained, self._backend = trained, backend
         self._open_slot = functools.lru_cache(maxsize=1)(_OpenSlot.open)
 
     def load(self, offer: Offer) -> Loaded:
-        """Bring back what is offered, but for the script's own `state`. Raises RestoreError or
-        DifferentState."""
+        """Restores what is offered, except the script's `state`. Raises RestoreError or DifferentState."""
         writer = self._find_writer(offer)
         if writer == DCP:
             raise RestoreError(
@@ -173,7 +176,7 @@ class Restoring:
             return self._load_own(offer)
 
     def _load_own(self, offer: Offer) -> Loaded:
-        """What this very rank saved: its snapshot, then its deltas."""
+        """Loads what this very rank saved: its snapshot, then its deltas."""
         trained = self._trained
         loaded = self._load_snapshot(offer)
         if offer.deltas:
@@ -201,7 +204,7 @@ class Restoring:
         return Loaded(version, content, facts, room, slot.user_blob_bytes())
 
     def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
-        """From the snapshot to the version, delta by delta."""
+        """Replays the deltas from the snapshot to the version, one by one."""
         replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
         for path in offer.deltas:
             step, last = loaded.version.step + 1, path == offer.deltas[-1]
@@ -221,7 +224,7 @@ class Restoring:
         return loaded
 
     def _load_parts(self, offer: Offer, *, imported: bool) -> Loaded:
-        """What this rank holds now, out of the snapshots of all ranks that saved the version."""
+        """Loads what this rank holds now from the snapshots of all ranks that saved the version."""
         assert offer.borrow is not None
         trained = self._trained
         if offer.deltas:
@@ -246,7 +249,7 @@ class Restoring:
         return Loaded(offer.version, content, content["facts"], 0, blob_bytes, imported=imported)
 
     def _find_writer(self, offer: Offer) -> str:
-        """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
+        """Returns what saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
         path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
         try:
             return self._open_slot(path).slot.header.metadata.get(FORMAT, "") if path else ""
@@ -254,8 +257,10 @@ class Restoring:
             raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
 
     def _is_of_other_mesh(self, offer: Offer, writer: str) -> bool:
-        """Whether another number of ranks saved it, or ranks with other shards than these, or none: the same
-        answer on each of them."""
+        """Returns whether another number of ranks, ranks with other shards, or none saved it.
+
+        The answer is the same on each of them.
+        """
         if offer.borrow is None:
             return False
         if writer == IMPORT:
@@ -273,18 +278,16 @@ class Restoring:
         try:
             grown = opened.content["facts"].get("grown", ())
         except (KeyError, NotCapturable):
-            return  # the load will say what is wrong with it
+            return  # the load will raise for what is wrong with it
         add_tensors(self._trained.model, self._trained.beside, opened.slot.tensors(), grown)
 
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
-        """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its
-        own.
-        """
+        """Returns whether the slot's optimizers had these parameters: under ZeRO each rank has its own."""
         optimizers = self._trained.optimizers
         try:
             saved = opened.content["facts"]["optimizers"]
         except (KeyError, NotCapturable):
-            return True  # the load will say what is wrong with it
+            return True  # the load will raise for what is wrong with it
         if len(saved) != len(optimizers):
             return True
         for optimizer, each in zip(optimizers, saved, strict=True):
@@ -297,8 +300,10 @@ class Restoring:
         return True
 
     def _refuse_others(self, begun: Sequence[tuple[Version, str]]) -> None:
-        """Raises RestoreError if shares would be put together that are of several snapshots. Then the newest
-        of these is given up, and what leads on from it."""
+        """Raises RestoreError if shares of several snapshots would be put together.
+
+        The newest of these is then given up, and what depends on it.
+        """
         versions = sorted({version for version, _ in begun})
         if len(versions) > 1 and any(were_saved_as_shares(written) for _, written in begun):
             named = " and ".join(map(str, versions[:3]))
@@ -306,7 +311,7 @@ class Restoring:
             self._give_up(versions[-1], message)
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
-        """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
+        """Raises RestoreError if the replicas to be put together did not hold the same."""
         if are_unequal(written):
             self._give_up(
                 version,
@@ -314,8 +319,7 @@ class Restoring:
             )
 
     def _refuse_other_state(self, version: Version, proof: Mapping[str, int]) -> None:
-        """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an
-        old one had none."""
+        """Raises RestoreError if the live state is not the snapshot's. No `proof`: an old one had none."""
         if not proof:
             return
         here = {entry.name: entry.tensor for entry in self._trained.inventories.take().entries}
@@ -326,7 +330,7 @@ class Restoring:
             self._give_up(version, f"after {version} was loaded, {name} is not what it was when it was saved")
 
     def _give_up(self, snapshot: Version, why: str) -> NoReturn:
-        """Nothing is restored from that snapshot any more, nor from what leads on from it."""
+        """Gives up that snapshot and what depends on it. Raises RestoreError."""
         self._backend.mismatch(snapshot.step, why, Kind.SNAPSHOT)
         raise RestoreError(why)
 
@@ -341,7 +345,7 @@ class Restoring:
             passing.clear(name)
 
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
-        """A slot and its user blob. Raises RestoreError if it is not what it should be."""
+        """Opens a slot and its user blob. Raises RestoreError if it is not what it should be."""
         try:
             opened = self._open_slot(path)
             slot, content = opened.slot, opened.content

@@ -1,1 +1,1 @@
-"""A state on its way into slots."""
+"""Copies the training state into slots."""

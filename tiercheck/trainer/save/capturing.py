@@ -1,6 +1,6 @@
-"""Takes a snapshot in the training thread at the end of a step, or says why there is none.
+"""Takes a snapshot in the training thread at the end of a step, or reports why there is none.
 
-No failure here ends training: it is said once per kind, and counted.
+No failure here ends training: it is reported once per kind, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiercheck.trainer.training import TRAINING
 
 
 class Capturing:
-    """Of one Checkpointer."""
+    """Takes snapshots of one Checkpointer's state, and refuses state that no version could hold."""
 
     def __init__(self, trained: TrainedState, saver: Saver, deltas: Deltas) -> None:
         self._trained, self._saver, self._deltas = trained, saver, deltas
@@ -34,35 +34,36 @@ class Capturing:
         self.unseen = Unseen(trained.optimizers)
         self.not_given = NotGiven(trained.modules, trained.optimizers, trained.state.values(), saver.warn)
         self._lost = ""
-        """Why no version holds all of the state, as `NotGiven` knows it."""
+        """The reason why no version holds all of the state, from `refused` or `NotGiven`."""
         self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
-        """What the model's tensors were when `restore` was called."""
+        """The names, shapes and dtypes of the model's tensors when `restore` was called."""
         self._began_training: list[list[str]] = []
-        """And what each optimizer trained."""
+        """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
         self.refused = ""
-        """Why nothing of this training is saved; empty: it is."""
+        """The reason why this training is not saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
-        """`TrainingIdentity.facts` of this life, of which each snapshot has a copy."""
+        """`TrainingIdentity.facts` of this process, stored in each snapshot."""
 
     def begin(self) -> int | None:
-        """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises
-        NotCapturable.
+        """Records the state's structure before a load; returns the NUMA node of its device, if any.
 
-        Keeps no tensor, or what an optimizer has by now would be there twice during the load.
+        Raises NotCapturable. Keeps no tensor, so that optimizer state does not exist twice during the load.
         """
         inventory = self._trained.inventories.take()
         self._began_with = _list_shapes(inventory.entries)
         self._began_training = _list_trained(inventory)
-        # A loader that is asked for its position makes its workers, which fix the order of samples.
+        # Reading a loader's position creates its workers, which fixes the order of samples.
         asked = {name: each for name, each in self._trained.state.items() if not user_state.is_iterated(each)}
         user_state.unpack(user_state.pack(asked, inventory.facts))
         device = accelerator_of(entry.tensor for entry in inventory.entries)
         return None if device is None else device.numa_node()
 
     def start(self, restored: int | None, room: int = 0, blob_bytes: int = 0) -> None:
-        """Training begins; the script's `state` is asked for nothing. `restored`: the step of the version, if
-        there is one; `room`: bytes of its longest delta, `blob_bytes`: of its user blob; 0: not known."""
+        """Handles the start of training, without calls of the script's `state`.
+
+        `restored`: the step of the version, if any; `room`: bytes of its longest delta; `blob_bytes`: those
+        of its user blob; 0: not known."""
         deltas, beside = self._deltas, self._trained.beside
         if beside and deltas.active:
             deltas.give_up(
@@ -70,13 +71,14 @@ class Capturing:
             )
         deltas.started(restored, room)
         if restored is not None:
-            # So that slots are made ready during the first steps. To reserve none would tell the job that
+            # So that slots are prepared during the first steps. Reserving none would report to the job that
             # this rank takes no deltas.
             self.prepare(0 if not deltas.active else room or UnknownRoom.KNOWN_SOON, blob_bytes)
 
     def prepare(self, delta_room: DeltaRoom, blob_bytes: int = 0) -> None:
-        """Find out the size of a slot before the first snapshot is due, and have slots made
-        (`Saver.reserve`). `blob_bytes`: of the user blob; 0: not known."""
+        """Computes the size of a slot before the first snapshot is due, and reserves slots (`Saver.reserve`).
+
+        `blob_bytes`: bytes of the user blob; 0: not known."""
         try:
             inventory = self._trained.inventories.take()
             blob_bytes = blob_bytes or len(user_state.pack(self._trained.state, inventory.facts))
@@ -84,18 +86,17 @@ class Capturing:
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
             self._saver.tell_cannot_save(str(error))
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._saver.warn(type(error).__name__, repr(error))
 
     def look_for_gaps(self) -> None:
-        """Find out whether something changes the state that no version tells of, and end what cannot be right
-        then."""
+        """Checks for changes of the state that no version records; stops deltas, or all saving, if any."""
         before = self.unseen.found
         try:
             self.unseen.look()
         except NotCapturable:
-            pass  # the inventory will say it better
-        except Exception as error:  # invariant: no failure of ours stops training
+            pass  # the inventory will report it with details
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._saver.warn(type(error).__name__, repr(error))
         if self.unseen.found and not before:
             self._deltas.give_up(self.unseen.found)
@@ -107,8 +108,9 @@ class Capturing:
             self._saver.tell_cannot_save(self._lost)
 
     def take(self, step: int, loss: float | None, poisoned: bool) -> Snapshot | None:
-        """The snapshot after `step`; None, counted as skipped, if it cannot be had. `poisoned`: the loss is
-        not finite."""
+        """Returns the snapshot after `step`; None, counted as skipped, if it cannot be taken.
+
+        `poisoned`: the loss is not finite."""
         if poisoned:
             self._skip(step, "NotFinite", f"the loss is {loss}")
             return None
@@ -122,13 +124,13 @@ class Capturing:
             self._skip(step, "NotCapturable", str(error))
             self._saver.tell_cannot_save(str(error))
             return None
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._skip(step, type(error).__name__, repr(error))
             self._saver.tell_cannot_save(repr(error))
             return None
 
     def _capture(self, step: int) -> Snapshot:
-        """List the state; copy at once what changes before the next update (buffers, the user blob)."""
+        """Lists the state, and copies at once what may change before the next update: buffers, user blob."""
         inventory, state = self._trained.inventories.take(), self._trained.state
         facts = {**inventory.facts, TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
@@ -147,7 +149,7 @@ class Capturing:
         return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
 
     def _compare(self, inventory: Inventory) -> None:
-        """Warn of a model that a new start of the script would not have."""
+        """Warns of changes of the model that a restarted script would not have."""
         if inventory.alike is not None and inventory.alike is self._compared:
             return
         self._compared = inventory.alike
@@ -157,7 +159,7 @@ class Capturing:
         for index, (began, now) in enumerate(
             zip(self._began_training, _list_trained(inventory), strict=True)
         ):
-            if now[: len(began)] != began:  # those that were added come back by themselves
+            if now[: len(began)] != began:  # a restore brings added ones back
                 other.append(f"what optimizer {index} trains")
         if other:
             self._saver.warn(
@@ -186,14 +188,14 @@ class Capturing:
 
 
 def _list_trained(inventory: Inventory) -> list[list[str]]:
-    """Of each optimizer its class, and the names of its parameters."""
+    """Returns the class of each optimizer, and the names of its parameters."""
     return [[saved["class"], *saved["states"]] for saved in inventory.facts["optimizers"]]
 
 
 def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:
-    """What must be the same where the model is restored."""
+    """Returns the properties that must be equal when the model is restored."""
     return {
         (entry.name, entry.tensor.shape, entry.tensor.dtype)
         for entry in entries
-        if entry.name.startswith("model/") and entry.lazy  # buffers come back as they are
+        if entry.name.startswith("model/") and entry.lazy  # buffers are restored as saved
     }

@@ -1,8 +1,8 @@
-"""Decides which deltas are worth taking, and brings one into its slot: encoded, copied and sealed.
+"""Decides whether deltas are taken, and writes a delta to its slot: encoded, copied and sealed.
 
-The bytes of deltas decide how often snapshots are taken, and whether memory holds them. Their time decides
-whether they are taken at all: training waits for the copy of one step before it makes the next. Deltas that
-take as long as steps do would slow it down, so all are taken or none: a chain with a gap leads nowhere.
+The size of deltas determines how often snapshots are taken, and whether the deltas fit into memory. Their
+duration determines whether they are taken at all: training waits for the copy of one step before the next, so
+long deltas would slow it down. All are taken or none, because a chain with a gap cannot be replayed.
 
 After a gap, none is taken until there is a new snapshot.
 """
@@ -42,33 +42,33 @@ from tiercheck.trainer.tensors.leaves import NotCapturable
 from tiercheck.trainer.tensors.samples import Sample
 
 MOST = 0.8
-"""The part of a step that its delta may take. What is left is for the update itself, during which nothing is
-copied, and for snapshots."""
+"""The part of a step that its delta may take.
+
+The rest is for snapshots, and for the update itself, during which nothing is copied."""
 AGAIN = 0.4
-"""The same where none are taken: further below, so that the answer does not change with every breath of the
-machine."""
+"""The part of a step below which paused deltas resume; lower, so that small variations have no effect."""
 ASKED, ASKED_AGAIN = 0.05, 0.025
-"""The part of a step that modules may take to tell what they keep beside their tensors. Training stands still
-meanwhile: some (TransformerEngine's with fp8) wait for the device, each of them, so that the lead of the host
-is lost."""
+"""The part of a step that `get_extra_state` of modules may take, and the part to resume deltas.
+
+Training is blocked meanwhile. Some modules (TransformerEngine's with fp8) each wait for the device, so that
+the host loses its lead."""
 WINDOW_SECONDS = 60.0
 WINDOW_STEPS = 8
-"""Both must have passed before there is an answer: the first deltas pay for memory that is touched for the
-first time."""
+"""The time and number of steps that must pass before a decision: first deltas touch new memory."""
 _KEPT = 1024
-"""Measurements of a window."""
+"""The most measurements kept of a window."""
 
 
 def there_is_time(taken: bool, delta: float, step: float, asked: float = 0.0) -> bool:
-    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the
-    saver, that a step takes without what it waits for copies, and that modules take of it to tell their extra
-    state.
-    """
+    """Returns whether deltas should be taken at every step. `taken`: whether they are already taken.
+
+    `delta`: seconds of the saver for one delta. `step`: seconds of a step without waiting for copies, of
+    which modules take `asked` for their extra state."""
     return delta <= (MOST if taken else AGAIN) * step and asked <= (ASKED if taken else ASKED_AGAIN) * step
 
 
 class Pace:
-    """Measures both. The saver's thread reports deltas, the training thread all else."""
+    """Measures deltas, reported by the saver thread, and steps, reported by the training thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -78,36 +78,36 @@ class Pace:
         self._waited = 0.0
         self._last = self._window = clock()
         self.delta = self.asked = 0.0
-        """Seconds of a delta, by the newest window that had enough of them."""
+        """Seconds per delta and for extra state, in the newest window with enough of them."""
         self.step = 0.0
-        """Seconds of a step."""
+        """Seconds per step."""
 
     def begin_step(self) -> None:
-        """The first step begins now."""
+        """Starts the measurement at the first step."""
         self._last = self._window = self._clock()
         self._waited = 0.0
 
     def note_work(self, seconds: float) -> None:
-        """Saver: a delta is in its slot after so much work."""
+        """Adds the seconds of work for a delta. Called by the saver thread."""
         self._deltas.append(seconds)
 
     def note_wait(self, seconds: float) -> None:
-        """For copies, where nothing else could go on meanwhile."""
+        """Adds seconds in which training only waited for copies."""
         self._waited += seconds
 
     def note_extra_state(self, seconds: float) -> None:
-        """So long modules took to tell their extra state."""
+        """Adds the seconds that modules took for their extra state."""
         self._asked.append(seconds)
 
     def ends_step(self, taken: bool) -> bool:
-        """A step ends. Whether deltas shall be taken from now on, given whether they are now."""
+        """Ends a step. Returns whether to take deltas from here on. `taken`: whether they are taken now."""
         now = self._clock()
         self._steps.append(max(0.0, now - self._last - self._waited))
         self._last, self._waited = now, 0.0
         enough = len(self._steps) >= WINDOW_STEPS and (not taken or len(self._deltas) >= WINDOW_STEPS)
         if not enough or now - self._window < WINDOW_SECONDS:
             return taken
-        # Evaluations, and slots that are touched for the first time, are not the rule: so medians.
+        # Medians, because evaluations and first touches of slots are exceptions.
         self.step = median(self._steps)
         if taken:
             self.delta = median(list(self._deltas))
@@ -120,31 +120,30 @@ class Pace:
 
 
 class Unbroken:
-    """Which steps a chain can reach. Both the training thread and the saver's report here."""
+    """Tracks the steps that a chain can reach, from reports of the training and the saver thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun = False
         self._gap = 0
-        """Newest step whose delta is missing."""
+        """The newest step without a delta."""
         self._bases: set[int] = set()
-        """Steps of snapshots taken, or being taken, from which every delta since was taken as well."""
+        """The steps of the newest snapshots, complete or being taken, from which a chain may begin."""
 
     @property
     def begun(self) -> bool:
-        """Whether there was ever a snapshot to begin from."""
+        """Returns whether there has been a snapshot from which to begin."""
         return self._begun
 
     def restored(self, step: int) -> None:
-        """Training begins from a version that the tiers hold, chain and all."""
+        """Begins at a restored version, which the tiers hold with its whole chain."""
         with self._lock:
             self._begun = True
             self._bases = {step}
             self._gap = step
 
     def snapshot(self, step: int) -> None:
-        """A snapshot was begun. It counts at once: if deltas waited until it is complete, they would leave a
-        gap behind it."""
+        """Adds a snapshot when it begins: waiting for its completion would leave a gap of deltas after it."""
         with self._lock:
             self._begun = True
             self._bases.add(step)
@@ -159,30 +158,30 @@ class Unbroken:
             self._gap = max(self._gap, step)
 
     def reaches(self, step: int) -> bool:
-        """Whether the delta of `step` would continue a chain."""
+        """Returns whether the delta of `step` would continue a chain."""
         with self._lock:
             return any(self._gap <= base < step for base in self._bases)
 
 
 _UNIT = 64 * 1024
-_BLANK = "0" * 32  # a fingerprint not yet known has the length of one
+_BLANK = "0" * 32  # a placeholder with the length of a fingerprint
 
 
 @dataclass(frozen=True)
 class Script:
-    """What deltas are taken of, as far as the saver's thread must know it."""
+    """The properties of the script that the saver thread needs for deltas."""
 
     optimizers: Sequence[Optimizer]
     planner: Planner
     copy_at_once: Callable[[int, Sequence[int]], None]
-    """Told which gradients of an optimizer were overwritten while they were read."""
+    """A function called with an optimizer's gradients that were overwritten while they were read."""
     is_still: Callable[[list[int]], bool]
-    """`Watch.elsewhere`."""
+    """The function returned by `Watch.elsewhere`."""
     untold: Untold
 
 
 class Measured(Exception):
-    """The delta was only to be measured."""
+    """Ends the job of a delta that was only to be measured."""
 
 
 class DeltaJob(Job):
@@ -198,11 +197,10 @@ class DeltaJob(Job):
         self._hashes: state_hash.Folded
         self._looked: tuple[Mapping[str, Tensor], Sample] | None = None
         self.seconds = 0.0
-        """What it took this thread so far, without what it waited for a device to come to the end of the
-        step."""
+        """Seconds of work in this thread, without waiting for a device to reach the end of the step."""
 
     def copy(self) -> None:
-        """Raises Measured as well."""
+        """Copies the delta, or starts the copy on a device. Also raises Measured."""
         delta, desk = self._delta, self._desk
         begun = time.monotonic()
         desk.follow(delta)
@@ -232,8 +230,7 @@ class DeltaJob(Job):
         self.seconds += time.monotonic() - begun
 
     def _make_room(self) -> None:
-        """Have slots made that this delta, and a little larger ones, fit into; never more than dense ones
-        need."""
+        """Reserves slots for this delta and slightly larger ones, at most for dense deltas."""
         size = self._layout.size
         if size <= self._desk.delta_room:
             return
@@ -252,13 +249,13 @@ class DeltaJob(Job):
         writer = self._desk.open(self._path)
         self._views = writer.begin(self._layout)
         if delta.device is not None:
-            writer.pin()  # before anybody waits for this artifact: it may take seconds
+            writer.pin()  # before training waits for this artifact: it may take seconds
         if not delta.start():
             raise Cancelled
         self._by_name = {item.name: item for item in plan.items}
         if delta.device is None:
             self._copy_items(plan.items)
-        # The state stays as it is until the barrier lets the next update begin.
+        # The state does not change until the barrier lets the next update begin.
         self._hashes = state_hash.fold(turn)
         if not self._script.is_still(delta.seen):
             raise Skipped(
@@ -273,7 +270,7 @@ class DeltaJob(Job):
             delta.done = delta.device.passed()
 
     def _copy_items(self, items: list[Item]) -> None:
-        """Each gradient is let go as soon as it is copied. Raises Skipped if one was overwritten before."""
+        """Copies items, and releases each gradient at once. Raises Skipped if one was overwritten before."""
         for item in items:
             name, tensor = item.hand_over()
             staging.copy_tensor(self._views[name], tensor)
@@ -290,7 +287,7 @@ class DeltaJob(Job):
         self.seconds += time.monotonic() - begun
 
     def _consumed(self) -> list[str]:
-        """Names of the gradients that an update was made of."""
+        """Returns the names of the gradients that an update used."""
         left_out = {id(event) for event in self._delta.events if event.left_out()}
         return [
             item.name for item in self._plan.items if item.must_be_finite and id(item.event) not in left_out
@@ -307,7 +304,7 @@ class DeltaJob(Job):
             )
 
     def _refuse_untold(self) -> None:
-        """Raises Skipped if something was changed that the delta does not tell of."""
+        """Raises Skipped if a tensor was changed that the delta does not record."""
         if self._looked is not None:
             told = {f"model/{name}" for name, _ in self._delta.buffers}
             if name := self._script.untold.delta(self._delta.step, self._looked, told):

@@ -1,7 +1,7 @@
-"""Takes deltas in the training thread: what each update consumed, and whether that is exact.
+"""Takes deltas in the training thread: records each update's inputs, and checks that they are exact.
 
-Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas
-for this run, with a reason that the job's status shows.
+Nothing here raises into training. A step that is not exact is skipped. A permanent obstacle ends deltas for
+this run, with a reason that the job's status shows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ log = logging.getLogger("tiercheck")
 T = TypeVar("T")
 
 _PATIENCE = 3
-"""Steps that something else than the optimizer may change before deltas are given up; steps in a row that the
-model may be another one."""
+"""The number of steps with outside changes, or in a row with a changed model, that ends deltas."""
 
 
 class Deltas:
-    """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
+    """Collects the reports of the optimizers' hooks; `end_step` makes a delta of them."""
 
     def __init__(self, trained: TrainedState, backend: Backend, saver: Saver) -> None:
         model, optimizers = trained.model, trained.optimizers
@@ -70,18 +69,19 @@ class Deltas:
         self._sizes: list[int] = []
         self._depth = [0] * len(optimizers)
         self.evaluating = False
-        """As `Inventories.evaluating`."""
+        """The same as `Inventories.evaluating`."""
         if is_final(model):
             self._look_around()
 
     @property
     def active(self) -> bool:
-        """Whether deltas are wanted and nothing is known against them."""
+        """Returns whether the job uses deltas and there is no obstacle."""
         return not (self._given_up or self._too_slow) and self._backend.delta is not DeltaMode.NONE
 
     def started(self, restored: int | None, room: int) -> None:
-        """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest
-        delta had."""
+        """Handles the start of training. `restored`: the version's step, if any.
+
+        `room`: bytes of its largest delta."""
         self._look_around()
         self._mark = self._watch.read()
         self._harmless(self._saver.untold.begin)
@@ -98,21 +98,21 @@ class Deltas:
     def before_update(
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        """The optimizer is about to do the update of `step`."""
+        """Handles the start of an optimizer's update of `step`."""
         self._harmless(lambda: self._before_update(index, step, arguments, named))
 
     def after_update(self, index: int) -> None:
-        """It has done it."""
+        """Handles the end of an optimizer's update."""
         self._harmless(lambda: self._after_update(index))
 
     def _before_update(
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         if not self._sizes:
-            self._look_around()  # what had no shape when this was made has one by now
+            self._look_around()  # lazy parameters have a shape by now
         self._depth[index] += 1
         if self._depth[index] > 1:
-            return  # its class calls the step of its base class: still the same update
+            return  # a class that calls the step of its base class: the same update
         self._probing = self._probes[index].begins() and self.active and self._backend.delta is DeltaMode.AUTO
         self._recording = self.active and (
             self._probing or not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
@@ -134,11 +134,11 @@ class Deltas:
 
     def _after_update(self, index: int) -> None:
         if not self._depth[index]:
-            return  # its beginning was not seen
+            return  # its start was not recorded
         self._depth[index] -= 1
         if self._depth[index] > 0 or not self._recording:
             return
-        if self._late:  # the closure made the gradients, and they were consumed as they are now
+        if self._late:  # the closure made the gradients, and the update used them as they are
             self._recorder.before(index)
         event = self._recorder.open
         self._recorder.after(index)
@@ -147,13 +147,13 @@ class Deltas:
         self._mark = self._watch.read()
 
     def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
-        """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
+        """Returns the delta of the ending step, if one is to be taken. `poisoned`: its loss is not finite."""
         return self._harmless(lambda: self._end_step(step, state, poisoned))
 
     def _end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         accepted = self._accepted
         events, inexact = self._recorder.take()
-        self._depth = [0] * len(self._optimizers)  # an update that raised did not end
+        self._depth = [0] * len(self._optimizers)  # an update that raised has no end
         self._look_at_the_clock()
         if moved := self._saver.untold.hopeless:
             self.give_up(f"{moved}, which no optimizer updates, is changed behind torch's counters")
@@ -198,7 +198,7 @@ class Deltas:
             return None
 
     def give_up(self, reason: str, *, doubtful: bool = False) -> None:
-        """No deltas from now on. `doubtful`: those that were taken are not to be trusted either."""
+        """Ends deltas. The flag means that those already taken must not be used either."""
         if not self._given_up:
             self._given_up = True
             self._doubtful = doubtful and self._first > 0
@@ -206,7 +206,7 @@ class Deltas:
             self._saver.tell_no_deltas(reason, self._first if doubtful else 0)
 
     def _look_at_the_clock(self) -> None:
-        """Deltas that take longer than steps end, until there is time for them again."""
+        """Pauses deltas while they take too long for the steps, and resumes them when there is time."""
         pace = self._saver.pace
         too_slow = not pace.ends_step(not self._too_slow)
         if too_slow is self._too_slow or self._given_up or self._backend.delta is DeltaMode.NONE:
@@ -225,14 +225,13 @@ class Deltas:
             self._saver.tell_no_deltas("")
 
     def needs_snapshot(self) -> bool:
-        """Whether the deltas since the last snapshot turned out to be worth nothing, so that the next one is
-        due now. Says so once."""
+        """Returns, once, whether a snapshot is due because the deltas since the last one are unusable."""
         needed, self._doubtful = self._doubtful, False
         return needed
 
     @property
     def _accepted(self) -> bool:
-        """Whether every optimizer is believed to replay exactly."""
+        """Returns whether every optimizer is trusted to replay exactly."""
         return self._backend.delta is DeltaMode.REPLAY or self._probes.believed
 
     def _delta(
@@ -285,11 +284,10 @@ class Deltas:
             self._judge(lambda: self._probes[index].before(event))
 
     def _harmless(self, work: Callable[[], T]) -> T | None:
-        """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any
-        more."""
+        """Runs `work`, and ends deltas on any error, for example a lack of memory, so that updates go on."""
         try:
             return work()
-        except Exception as error:  # invariant: no failure of ours stops training
+        except Exception as error:  # invariant: no error of TierCheck stops training
             self._recorder.forget()
             self._recording = False
             self.give_up(f"{type(error).__name__}: {error}"[:300])
@@ -306,7 +304,7 @@ class Deltas:
             self._outside = when
 
     def _skip(self, step: int, due: bool, poisoned: bool, inexact: str) -> None:
-        """A step without a delta. `due`: a chain ends here because of it."""
+        """Skips the delta of a step. `due`: this ends a chain."""
         if not due:
             if self._saver.unbroken.begun:
                 self._saver.skip_delta(step)
@@ -316,7 +314,7 @@ class Deltas:
             self._saver.skip_delta(step, "Inexact", inexact)
 
     def _look_around(self) -> None:
-        """List parameters and buffers; done once, because it takes too long for every step."""
+        """Lists parameters and buffers. Done rarely, because it takes too long for every step."""
         self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
         self._tree = Tree(self._model)
         self._identities = trained_parameters(self._optimizers)
@@ -340,9 +338,7 @@ class Deltas:
         self._saver.untold.watch(self._never_told())
 
     def _never_told(self) -> dict[str, Tensor]:
-        """What no delta has: parameters that nobody updates, and buffers too large to be carried each
-        time.
-        """
+        """Returns tensors that no delta has: parameters without an optimizer, and large buffers."""
         updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
         found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
         return found | {f"model/{name}": b for name, b in self._buffers.large()}

@@ -1,4 +1,4 @@
-"""Saves artifacts in a thread that does everything that may wait, so that training never does."""
+"""Saves artifacts in a separate thread, so that training does not wait for the sidecar."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from tiercheck.trainer.save.snapshot import SnapshotJob
 from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, Pending
 
-_TICK = 0.05  # seconds between attempts to deliver progress that is owed
-_UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait
+_TICK = 0.05  # seconds between attempts to deliver pending progress
+_UNFINISHED = 2  # the most artifacts copied but not handed over before the next copy waits
 
 
 class Saver:
-    """Takes artifacts to a backend. `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped`
-    deltas."""
+    """Writes artifacts through a backend.
+
+    `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped` deltas."""
 
     def __init__(
         self,
@@ -60,50 +61,50 @@ class Saver:
         verify_all: Callable[[], bool],
         threads: int = 1,
     ) -> None:
-        """`threads`: of torch in this thread; those of the training thread stay as they are."""
+        """`threads`: torch's number in the saver thread; the training thread's number is unchanged."""
         self._backend = backend
         self.sanity = Sanity()
         self.unbroken = Unbroken()
         self.pace = Pace()
-        # No cycle: what an attempt held goes with it. The collector comes late, and finds it old.
+        # No reference cycle, so that an attempt's objects are freed with it, not later by the collector.
         self.layouts = Layouts(partial(Saver.reserve, weakref.proxy(self)))
         self._desk = Desk(backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality)
         self.script: Script | None = None
-        """Set before the first delta is submitted."""
+        """The properties of the script, set before the first delta is submitted."""
         self.warn = WarnOnce()
         self.captured = self.skipped = 0
         self.deltas = self.deltas_skipped = 0
         self.mutating: set[str] = set()
-        """Tensors found to change outside the optimizer: from then on they are copied at once."""
+        """The tensors found to change outside the optimizer, which are therefore copied at once."""
         self.untold = Untold()
         self._count_lock = threading.Lock()
         self._current: list[Pending] = []
         self._held: list[tuple[Accelerator, Mark]] = []
-        """Copies that the next updates come after."""
+        """The copies on devices for which the next updates must wait."""
         self._busy_since = 0.0
         self._landing = False
-        """The thread waits for a device."""
+        """True while the saver thread waits for a device."""
         self._lacking = ""
-        """Why nothing can be saved, as the backend knows it."""
+        """The reason why nothing can be saved, as last reported to the backend."""
         self._unfinished: deque[FinishJob] = deque()
         self._copies: deque[CopyArtifact] = deque()
-        """Of those that were submitted together, the ones whose copy has not begun."""
+        """The submitted artifacts of which the copy has not begun."""
         self._told: queue.SimpleQueue[Submitted | Message] = queue.SimpleQueue()
-        """By the training thread."""
+        """The messages of the training thread."""
         self._later: deque[Message] = deque()
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
         self._threads = threads
         self._thread = begin("tiercheck-saver", lambda: supervise(self._run, self._died, self._rest))
         alone.wait()
-        torch.set_num_threads(before)  # the number is the caller's again, and that of threads to come
+        torch.set_num_threads(before)  # restores the number for the caller and for new threads
 
     # Called by the training thread.
 
     def submit(self, *artifacts: Pending) -> None:
-        """Start the lazy copies, in this order. `barrier` must be called before the state changes."""
-        self.barrier()  # an update may have been left out since the last one
-        # Nobody waits for what is only measured: that it is read while it changes does no harm.
+        """Starts the lazy copies, in this order. Call `barrier` before the state changes."""
+        self.barrier()  # an update may have been skipped since the last one
+        # Training does not wait for a delta that is only measured: changes while it is read are harmless.
         self._current = [a for a in artifacts if not (isinstance(a, Delta) and a.only_measure)]
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
@@ -111,9 +112,7 @@ class Saver:
         self._told.put(Submitted(artifacts))
 
     def barrier(self) -> None:
-        """Return when the state may be told to change: at once if no copy is under way, or only a
-        device's.
-        """
+        """Returns when the state may be changed: at once if no copy is running, or only one on a device."""
         current, self._current = self._current, []
         for pending in current:
             pending.let_go()
@@ -127,7 +126,7 @@ class Saver:
             pending.copied.wait()
             if pending.device is not None and pending.done is not None:
                 self._held.append((pending.device, pending.done))
-        # At each update, because each may be given to another stream.
+        # At each update, because each may run on another stream.
         self._held = [(device, mark) for device, mark in self._held if not mark.query()]
         for device, mark in self._held:
             device.hold(mark)
@@ -137,10 +136,10 @@ class Saver:
             self.pace.note_wait(time.monotonic() - begun)
 
     def _begins(self, pending: Pending, patience: float) -> bool:
-        """Whether its copy begins before the patience with the sidecar ends; else it is cancelled."""
+        """Returns whether its copy begins within `patience` seconds; cancels it if not."""
         while True:
-            # What the thread has already been waiting counts: a slow sidecar costs its share once, not at
-            # every step.
+            # Includes the time that the thread has already waited, so that a slow sidecar delays training
+            # once, not at every step.
             since = self._busy_since
             left = patience if since == 0.0 else patience - (time.monotonic() - since)
             if pending.granted.wait(max(0.0, left)):
@@ -149,11 +148,11 @@ class Saver:
                 return not pending.cancel()
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
-        """Let slots of these bytes be prepared."""
+        """Requests slots of these bytes."""
         self._told.put(CallBackend(partial(self._reserve, snapshot_room, delta_room)))
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
-        """Count an artifact that is not taken, and say why, once per kind."""
+        """Counts an artifact that is not taken, and logs the reason, once per kind."""
         if isinstance(artifact, Delta):
             self.skip_delta(artifact.step, kind, message)
         else:
@@ -166,7 +165,7 @@ class Saver:
         self.warn(kind, f"the snapshot after step {step} is skipped: {message}")
 
     def skip_delta(self, step: int, kind: str = "", message: str = "") -> None:
-        """Without a `kind` there is nothing to say: it would have continued no chain."""
+        """Counts a skipped delta. Without a `kind`, logs nothing: it would have continued no chain."""
         self.unbroken.delta_missing(step)
         with self._count_lock:
             self.deltas_skipped += 1
@@ -174,31 +173,31 @@ class Saver:
             self.warn(f"Delta{kind}", f"the delta of step {step} is skipped: {message}")
 
     def tell_skipped(self, step: int) -> None:
-        """Let the backend know that the snapshot after `step` will never come."""
+        """Reports to the backend that there will be no snapshot after `step`."""
         self._told.put(CallBackend(partial(self._backend.pass_over, step)))
 
     def tell_no_deltas(self, why: str, since: int = 0) -> None:
-        """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under
-        way."""
+        """Reports to the backend that this rank takes no further deltas (`Backend.no_deltas`)."""
         self._told.put(CallBackend(partial(self._backend.no_deltas, why, since)))
 
     def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        """Let the backend know how the resume compares (`Backend.resumed`)."""
+        """Reports the result of the resume's comparison to the backend (`Backend.resumed`)."""
         self._told.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message, suspected)))
 
     def tell_cannot_save(self, why: str) -> None:
-        """Let the backend know that nothing can be saved, until a snapshot is."""
+        """Reports to the backend that nothing can be saved, until a snapshot is."""
         self._told.put(CallBackend(partial(self._lack, why)))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were
-        not enough."""
+        """Waits until everything submitted is done and progress is delivered; returns False at the timeout.
+
+        `timeout` is in seconds."""
         done = threading.Event()
         self._told.put(CallBackend(partial(self._flush, done)))
         return done.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Finish what was submitted, and end the thread. False if `timeout` seconds were not enough."""
+        """Finishes submitted work and ends the thread. Returns False if `timeout` seconds did not suffice."""
         self.barrier()
         self.wait(timeout)
         self._told.put(End())
@@ -211,15 +210,15 @@ class Saver:
         self.warn(type(error).__name__, f"saving failed, and goes on: {error!r}")
 
     def _rest(self, seconds: float) -> bool:
-        """Never long: training may wait for the next copy."""
+        """Waits briefly after an error, because training may wait for the next copy."""
         time.sleep(min(seconds, _TICK))
         return True
 
     def _run(self) -> None:
-        torch.get_num_threads()  # makes torch set this thread up, so that the next line is not undone
+        torch.get_num_threads()  # initializes torch's threads here, so that the next line is not undone
         torch.set_num_threads(
             self._threads
-        )  # or a copy would take the processors that the training thread computes with
+        )  # otherwise a copy would take processors from the training thread
         self._alone.set()
         while True:
             task = self._next()
@@ -229,15 +228,14 @@ class Saver:
             try:
                 self._do(task)
             except (Cancelled, Measured):
-                pass  # the one was counted by the barrier, the other is no failure
-            except Exception as error:  # invariant: no failure of ours stops training
+                pass  # the barrier counted the first; the second is no failure
+            except Exception as error:  # invariant: no error of TierCheck stops training
                 self._failed(task, error)
             finally:
                 self._busy_since = 0.0
 
     def _next(self) -> Task:
-        """What training may wait for comes first; what was copied is handed over as soon as nothing else is
-        to do."""
+        """Returns the next task: first copies that training may wait for, then work on copied artifacts."""
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
         while True:
@@ -273,7 +271,7 @@ class Saver:
                 assert_never(task)
 
     def _failed(self, task: Task, error: Exception) -> None:
-        """Say why, once per kind, and count the artifact that is lost by it."""
+        """Logs the reason, once per kind, and counts the artifact that is lost."""
         kind, message = type(error).__name__, repr(error)
         if isinstance(error, Skipped):
             kind, message = error.kind, str(error)
@@ -315,17 +313,17 @@ class Saver:
         with self._count_lock:
             self.captured += job.kind is Kind.SNAPSHOT
             self.deltas += job.kind is Kind.DELTA
-        self._backend.flush()  # progress: steps may come faster than this thread gets idle
+        self._backend.flush()  # progress: this thread may never be idle between steps
 
     def _land(self, job: Job) -> None:
-        self._busy_since, self._landing = 0.0, True  # what a device takes is not the sidecar's time
+        self._busy_since, self._landing = 0.0, True  # the device's time is not the sidecar's
         try:
             job.land()
         finally:
             self._busy_since, self._landing = time.monotonic(), False
 
     def _flush(self, done: threading.Event) -> None:
-        """Deliver what progress is owed: somebody waits for it."""
+        """Delivers pending progress, and wakes the waiting caller."""
         try:
             self._backend.flush()
         finally:

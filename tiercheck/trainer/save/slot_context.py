@@ -1,7 +1,7 @@
-"""Holds what the saver's thread needs to write an artifact into a slot, and the tasks it is given.
+"""Holds the context in which the saver thread writes artifacts to slots, and defines its tasks.
 
-A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed. So
-known layouts are remembered.
+A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed, so
+layouts are cached.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, dtype_name
 
 
 class Sanity:
-    """Verdicts come from the training thread (the loss) and from the saver's (gradient, state), a step may
-    get several."""
+    """Counts consecutive steps that are not finite. A step may get several results.
+
+    They come from the training thread (the loss) and from the saver thread (gradient, state)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,12 +42,13 @@ class Sanity:
 
     @property
     def in_a_row(self) -> int:
-        """Steps refused, up to now, since the last good one."""
+        """Returns the number of refused steps since the last good one."""
         return self._in_a_row
 
     def refused(self, step: int) -> None:
-        """Loss, gradient or state of `step` is not finite. So were the steps since the last refused one,
-        unless one was good."""
+        """Notes that loss, gradient or state of `step` is not finite.
+
+        Steps since the last refused one count too, unless one was good."""
         with self._lock:
             if step > self._bad:
                 if self._in_a_row == 0:
@@ -55,18 +57,18 @@ class Sanity:
                 self._in_a_row = step - self._first + 1
 
     def good(self, step: int) -> None:
-        """All that was looked at is finite. Does not take back what was refused for the same step."""
+        """Notes that the examined values are finite. Does not undo a refusal of the same step."""
         with self._lock:
             if step > self._bad:
                 self._in_a_row = 0
 
 
 class UnknownRoom(Enum):
-    """What is said of a delta slot's bytes where no number is."""
+    """The values for a delta slot's bytes without a number."""
 
     AS_BEFORE = "as before"
     KNOWN_SOON = "known soon"
-    """So slots are not asked for yet."""
+    """Slots are not requested yet."""
 
 
 DeltaRoom = int | UnknownRoom
@@ -75,18 +77,19 @@ DeltaRoom = int | UnknownRoom
 
 @dataclass(frozen=True)
 class Planned:
-    """A snapshot's layout, and the table of its pieces, which goes into it as it is."""
+    """A snapshot's layout, and the encoded table of its pieces, which is stored in it."""
 
     slot: SlotLayout
     pieces: bytes
 
 
 class Layouts:
-    """May be used by several threads: the training thread asks early, the saver's when it knows how long the
-    user blob is."""
+    """Plans and caches snapshot layouts. Thread-safe.
+
+    The training thread plans early, the saver thread when the length of the user blob is known."""
 
     def __init__(self, reserve: Callable[[int, DeltaRoom], None]) -> None:
-        """`reserve` is told the size of each new layout, and the room for deltas as `plan` was."""
+        """Calls `reserve` with the size of each new layout, and with the `delta_room` of `plan`."""
         self._reserve = reserve
         self._lock = threading.Lock()
         self._layout: Planned | None = None
@@ -95,16 +98,15 @@ class Layouts:
 
     @property
     def known(self) -> bool:
-        """Whether there is one yet."""
+        """Returns whether there is a layout."""
         return self._layout is not None
 
     def plan(
         self, entries: Sequence[Entry], blob_bytes: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE
     ) -> Planned:
-        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows
-        its place.
+        """Returns the layout for these tensors. Raises NotCapturable.
 
-        Raises NotCapturable.
+        It is the same object until the set of tensors changes or the blob outgrows its place.
         """
         with self._lock:
             self._capacity = user_state.capacity_for(blob_bytes, self._capacity)
@@ -142,47 +144,45 @@ class Layouts:
 
 
 class Cancelled(Exception):
-    """The barrier gave the artifact up before its copy began."""
+    """The error for an artifact that the barrier cancelled before its copy began."""
 
 
 @dataclass
 class Desk:
-    """Of the saver's thread."""
+    """The context in which the saver thread writes artifacts to slots."""
 
     backend: Backend
     rank: int
     world_size: int
     gate: Callable[[], bool]
-    """Whether what is not finite is refused."""
+    """A function that returns whether artifacts that are not finite are refused."""
     verify_all: Callable[[], bool]
-    """Whether every byte is compared before the next update."""
+    """A function that returns whether every byte is compared before the next update."""
     sanity: Sanity
     layouts: Layouts
-    """Of snapshots."""
+    """The layouts of snapshots."""
     equality: Equality
     snapshot_room: int = 0
     """Bytes of a snapshot slot, as far as known."""
     delta_room: int = 0
-    """Bytes reserved for a delta."""
+    """Bytes reserved for a delta slot."""
     _slots: OpenSlots = field(default_factory=OpenSlots)
 
     def version(self, step: int) -> Version:
         return Version(step, self.backend.attempt)
 
     def open(self, path: str) -> SlotWriter:
-        """The slot at `path`, mapped. Raises OSError or ValueError."""
+        """Maps the slot at `path`. Raises OSError or ValueError."""
         return self._slots.open(path)
 
     def follow(self, pending: Pending) -> None:
-        """What is given to the artifact's device from now on comes after the step that it is of."""
+        """Orders later work on the artifact's device after the step of the artifact."""
         if pending.device is not None and pending.ready is not None:
             pending.device.follow(pending.ready)
 
 
 class Job(ABC):
-    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left
-    behind.
-    """
+    """The saving of one artifact. All methods raise Skipped, `copy` also Cancelled; then nothing is left."""
 
     kind: ClassVar[Kind]
 
@@ -194,29 +194,28 @@ class Job(ABC):
 
     @abstractmethod
     def copy(self) -> None:
-        """Urgent: training waits for the end of it before the next update."""
+        """Copies the artifact. Urgent: training waits for its end before the next update."""
 
     @abstractmethod
     def land(self) -> None:
-        """Wait until a device has copied what `copy` gave to it."""
+        """Waits until a device has done the copies that `copy` gave to it."""
 
     @abstractmethod
     def finish(self) -> None:
-        """The rest: nothing of the model is needed for it."""
+        """Completes the artifact, without access to the model."""
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what
-        nobody thought of."""
+        """Does `work`, and gives the slot back on any error. Raises Skipped, Cancelled, unexpected errors."""
         try:
             work()
-        except BaseException as error:  # invariant: a slot that stays begun is one less for all that follows
+        except BaseException as error:  # invariant: a slot left in use is lost for later artifacts
             self._desk.backend.abandon(self._path, self.pending.step, self.kind)
             if isinstance(error, OSError | ValueError | RuntimeError):
                 raise Skipped("CannotWrite", str(error)) from error
             raise
 
     def _refuse_non_finite(self, names: Sequence[str]) -> None:
-        """Raises Skipped if one of these holds an infinity or a NaN. After the landing."""
+        """Raises Skipped if one of these holds an infinity or a NaN. Call after `land`."""
         if self._flight is not None:
             name = self._flight.non_finite(frozenset(names))
         else:
@@ -229,39 +228,40 @@ class Job(ABC):
 
 @dataclass(frozen=True)
 class Submitted:
-    """Artifacts of one step. A device is given all of them before any is waited for."""
+    """The artifacts of one step. A device gets all copies before the thread waits for any."""
 
     artifacts: tuple[Pending, ...]
 
 
 @dataclass(frozen=True)
 class CopyArtifact:
-    """One of them: urgent, because the next update waits for it."""
+    """The task to copy an artifact. Urgent, because the next update waits for it."""
 
     artifact: Pending
 
 
 @dataclass(frozen=True)
 class FinishJob:
-    """The rest of what was copied: hand it over."""
+    """The task to complete a copied artifact and hand it over."""
 
     job: Job
 
 
 @dataclass(frozen=True)
 class CallBackend:
-    """A request of the training thread that ends at the backend: one thread asks a sidecar, and training
-    waits for no answer."""
+    """A request of the training thread to the backend.
+
+    Only the saver thread calls the sidecar, and training does not wait for the reply."""
 
     call: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class End:
-    """Nothing comes any more."""
+    """The last message, which ends the thread."""
 
 
 Message = CallBackend | End
-"""What can wait until everything that was copied is handed over."""
+"""A message that can wait until all copied artifacts are handed over."""
 Task = CopyArtifact | FinishJob | Message
-"""What the thread does at one go."""
+"""A unit of work of the thread."""

@@ -1,4 +1,4 @@
-"""How a snapshot gets into its slot."""
+"""Writes a snapshot to its slot."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class SnapshotJob(Job):
     kind = Kind.SNAPSHOT
 
     def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
-        """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold`
-        what the snapshot has."""
+        """Adds to `mutating` the names of tensors that are found to change outside the optimizer.
+
+        Sends the snapshot's checksums to the detector of unrecorded changes."""
         super().__init__(desk, snapshot)
         self._snapshot = snapshot
         self._mutating = mutating
@@ -56,12 +57,12 @@ class SnapshotJob(Job):
         self._views = writer.begin(self._planned.slot)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
         if self._desk.gate():
-            # Buffers may hold infinities: masks do.
+            # Buffers, such as masks, may hold infinities.
             self._must_be_finite = [entry.name for entry in snapshot.entries if entry.must_be_finite]
         if snapshot.device is None:
             snapshot.crew = Crew(staging.pieces(items, self._views), staging.copy_tensor)
         else:
-            writer.pin()  # before anybody waits for this artifact: it may take seconds
+            writer.pin()  # before training waits for this artifact: it may take seconds
         if not snapshot.start():
             raise Cancelled
         if snapshot.device is None:
@@ -104,11 +105,11 @@ class SnapshotJob(Job):
         )
 
     def _refuse_changed(self) -> None:
-        """Raises Skipped if something else than the optimizer wrote what was copied."""
+        """Raises Skipped if other code than the optimizer wrote to a copied tensor."""
         changed = self._snapshot.changed()
         if changed:
-            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet
-            # others of them.
+            # The second time, all tensors: code that swaps weights swaps them one after the other, and each
+            # copy would find others changed.
             self._mutating |= self._owned_with(changed) if self._mutating else changed
             raise Skipped(
                 "ChangedOutsideOptimizer",
@@ -116,7 +117,7 @@ class SnapshotJob(Job):
             )
 
     def _prove(self) -> None:
-        """Raises Skipped if the slot does not hold what the state was at `step`."""
+        """Raises Skipped if the slot differs from the state at `step`."""
         snapshot = self._snapshot
         torn = snapshot.proof.torn(self._views)
         if not torn and (
@@ -130,13 +131,13 @@ class SnapshotJob(Job):
         )
 
     def _torn(self, names: list[str]) -> Skipped:
-        # Nothing counts such writes, so nothing tells which others there were.
+        # No counter shows such writes, so other tensors may have changed too.
         self._mutating |= self._owned_with(names)
         return Skipped(
             "CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on"
         )
 
     def _owned_with(self, names: Collection[str]) -> set[str]:
-        """All that belongs to the same model or optimizer as one of these."""
+        """Returns all tensors of the same model or optimizer as one of these."""
         owners = {name.partition("/")[0] for name in names}
         return {entry.name for entry in self._snapshot.entries if entry.name.partition("/")[0] in owners}

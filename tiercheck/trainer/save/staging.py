@@ -1,10 +1,10 @@
-"""Copies an artifact out of the state: lazily, so training goes on meanwhile, yet never torn.
+"""Copies an artifact out of the state lazily, so that training continues, yet never torn.
 
-State changes only inside `optimizer.step`. The copy runs in a thread between two updates, and the barrier in
-front of the next update waits for what is left of it.
+State changes only inside `optimizer.step`. The copy runs in a thread between two updates, and the barrier
+before the next update waits for the rest of it.
 
-A device is given all copies at once and in order. Small tensors travel together, because each copy costs more
-than its bytes are worth. Whether values are finite is found out on the device, at the speed of its memory.
+A device gets all copies at once and in order. Small tensors are packed, because the cost per copy exceeds
+that of their bytes. The check for finite values runs on the device, at the speed of its memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, Pending
 from tiercheck.trainer.tensors.leaves import Entry
 
 CHUNK = 16 * 1024 * 1024
-"""Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in
-between."""
+"""Bytes per copy call: enough to be efficient, few enough to let other threads run in between."""
 
 
 class Crew:
-    """Pieces (target, source) to be copied on the CPU, each by whoever comes first. Any thread may `help`:
-    the saver's begins, and a training thread that has to wait for the copy lends a hand.
-    """
+    """Copies pieces (target, source) on the CPU in all threads that call `help`.
+
+    The saver thread begins, and a training thread that has to wait for the copy takes part."""
 
     def __init__(
         self, pieces: Iterable[tuple[Tensor, Tensor]], copy: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """`copy(target, source)` must let go of the interpreter lock for large pieces."""
+        """`copy(target, source)` must release the interpreter lock for large pieces."""
         self._pieces = iter(list(pieces))
         self._copy = copy
         self._idle = threading.Condition()
@@ -45,7 +44,7 @@ class Crew:
 
     @torch.no_grad()
     def help(self) -> None:
-        """Copy until no piece is left to begin. Raises nothing: `join` does."""
+        """Copies until no piece is left to begin. Raises nothing; `join` raises errors."""
         while True:
             with self._idle:
                 piece = next(self._pieces, None) if self._error is None else None
@@ -55,7 +54,7 @@ class Crew:
             error: Exception | None = None
             try:
                 self._copy(*piece)
-            except Exception as raised:  # told by `join`, in the thread that can deal with it
+            except Exception as raised:  # raised by `join`, in the thread that can handle it
                 error = raised
             finally:
                 with self._idle:
@@ -64,8 +63,7 @@ class Crew:
                     self._idle.notify_all()
 
     def join(self) -> None:
-        """Copy what is left, and return when nobody copies any more. Raises what the copying of a piece
-        raised."""
+        """Copies the rest, and waits for other threads' pieces. Raises the first error of a copy."""
         self.help()
         with self._idle:
             self._idle.wait_for(lambda: self._copying == 0)
@@ -75,30 +73,28 @@ class Crew:
 
 @dataclass(kw_only=True)
 class Snapshot(Pending):
-    """A capture of the whole state. Its tensors are those of the model itself; small ones are already
-    copies.
-    """
+    """A capture of the whole state. Its tensors are those of the model itself, except early copies."""
 
     entries: Sequence[Entry]
     blob: Packed
     proof: StateProof
-    """What the state was when `step` was called."""
+    """The proof of the state when `step` was called."""
     crew: Crew | None = None
-    """Set before the copy begins, where the training thread can take part in it."""
+    """The copy in which the training thread can take part; set before the copy begins."""
     _changed: set[str] | None = None
 
     def __post_init__(self) -> None:
         self._lazy = [entry for entry in self.entries if entry.lazy]
-        # Those of the live tensors: if one moves during the copy, the copy is torn.
+        # The counters of the live tensors: if one changes during the copy, the copy is torn.
         self._counters = VersionCounters(
             [entry.tensor if entry.origin is None else entry.origin for entry in self._lazy]
         )
         self._seen = self._counters.read()
 
     def changed(self) -> set[str]:
-        """Names of tensors that something else than the optimizer has changed since the capture. Whoever asks
-        first decides: when the copy has ended, or the next update begins.
-        """
+        """Returns the names of tensors that other code than the optimizer has changed since the capture.
+
+        The first call fixes the result: at the end of the copy, or at the start of the next update."""
         with self._lock:
             if self._changed is None:
                 moved = self._counters.moved(self._seen, self._counters.read())
@@ -107,19 +103,19 @@ class Snapshot(Pending):
 
     def let_go(self) -> None:
         if self.device is not None:
-            self.changed()  # the copy goes on while the update changes everything, as seen by this thread
+            self.changed()  # the device's copy continues while this thread starts the update
         super().let_go()
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """CPU to CPU, releasing the interpreter lock; chunked, so that no single call is long."""
+    """Copies from CPU to CPU without the interpreter lock, in chunks, so that no call is long."""
     for to, chunk in _chunks(target, source):
         failpoint("mid-copy")
         to.copy_(chunk)
 
 
 def pieces(items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(target, source) of every chunk of the named tensors."""
+    """Returns (target, source) of every chunk of the named tensors."""
     return [piece for name, tensor in items for piece in _chunks(views[name], tensor)]
 
 
@@ -134,7 +130,7 @@ def _chunks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def non_finite(named: Sequence[tuple[str, Tensor]]) -> str | None:
-    """Name of the first floating-point tensor in the slot that holds an infinity or a NaN."""
+    """Returns the name of the first floating-point tensor with an infinity or a NaN; None: none."""
     for name, view in named:
         if not view.is_floating_point() or view.element_size() < 2 or not view.numel():
             continue
@@ -148,15 +144,16 @@ def non_finite(named: Sequence[tuple[str, Tensor]]) -> str | None:
 
 
 SMALL = 64 * 1024
-"""Bytes: smaller tensors are packed."""
+"""Bytes. Smaller tensors are packed."""
 _STAGE = 64 * 1024 * 1024
-"""Bytes after which a mark tells that what came before may be let go."""
+"""Bytes between marks, at which earlier tensors may be released."""
 
 
 @dataclass
 class _Stage:
-    """What has landed once the device has passed `mark`. The tensors are kept, so that their memory is not
-    given away."""
+    """Copies that are complete once the device has passed `mark`.
+
+    The tensors are referenced, so that their memory is not reused."""
 
     mark: Mark
     names: list[str]
@@ -165,30 +162,27 @@ class _Stage:
 
 @dataclass
 class Flight:
-    """Copies of named tensors under way. `begin` and `land` are called by the saver's thread, in this
-    order.
-    """
+    """Running copies of named tensors from a device. The saver thread calls `begin`, then `land`."""
 
     device: Accelerator
     _stages: list[_Stage] = field(default_factory=list)
     _packed: Tensor | None = None
     _small: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Name and target, in the order in which they are packed."""
+    """The names and targets of small tensors, in the order of packing."""
     _checked: list[str] = field(default_factory=list)
     _finite: Tensor | None = None
     _judged: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Those that are looked at on the host when they have landed."""
+    """The tensors to be checked on the host after their arrival."""
 
     @torch.no_grad()
     def begin(
         self, items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor], finite: Collection[str] = ()
     ) -> None:
-        """Give all copies to the device, after what it was given. `finite`: names whose values are looked at
-        (`non_finite`)."""
+        """Enqueues all copies on the device. `finite`: names of tensors to check with `non_finite`."""
         try:
             self._begin(items, views, finite)
         except BaseException:
-            self.device.passed().synchronize()  # nothing may write into a slot that is given back
+            self.device.passed().synchronize()  # no copy may write to a slot that is given back
             raise
 
     def _begin(
@@ -228,8 +222,9 @@ class Flight:
 
     @torch.no_grad()
     def land(self, landed: Callable[[str], None] = lambda name: None) -> None:
-        """Wait for all of them. `landed` is told each name as soon as its tensor may be let go. May be called
-        again."""
+        """Waits for all copies. May be called again.
+
+        `landed` is called with each name as soon as its tensor may be released."""
         while self._stages:
             stage = self._stages.pop(0)
             stage.mark.synchronize()
@@ -245,8 +240,7 @@ class Flight:
             self._packed = None
 
     def non_finite(self, names: Collection[str]) -> str | None:
-        """The first of these names, all of which were to be looked at, with an infinity or a NaN. After
-        `land`."""
+        """Returns the first of these checked names with an infinity or a NaN, if any. Call after `land`."""
         if self._finite is not None:
             for name, good in zip(self._checked, self._finite.tolist(), strict=True):
                 if not good and name in names:
@@ -271,10 +265,10 @@ class Flight:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes, in their order, are what has to be stored."""
+    """Returns whether a tensor's bytes, in memory order, are the ones to store."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
-    """Whether the device can tell (as `non_finite`)."""
+    """Returns whether a tensor's dtype can be checked on the device, as in `non_finite`."""
     return tensor.is_floating_point() and tensor.element_size() >= 2

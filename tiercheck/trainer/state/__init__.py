@@ -1,1 +1,1 @@
-"""The state of a training script, as saving and restoring mean it."""
+"""Represents the state of a training script for saving and restoring."""

@@ -1,8 +1,8 @@
-"""A snapshot must hold all that the next step depends on: this lists it, without copying anything.
+"""Lists everything that the next step depends on, for a snapshot, without copying anything.
 
 Tensors are named so that a person can read the slot with any safetensors tool: `model/<key of state_dict>`
-and `optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. What is
-no tensor goes into `Inventory.facts`, which travels in the user blob.
+and `optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. Values
+that are not tensors go into `Inventory.facts`, which is stored in the user blob.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from tiercheck.trainer.tensors.leaves import (
 )
 
 OWN = "param"
-"""Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
+"""The key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
 BESIDE = "state/"
-"""Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of
-state_dict>`."""
+"""The prefix of tensors of modules in the script's `state`: `state/<name>/<key of state_dict>`."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,9 @@ class Inventory:
     entries: tuple[Entry, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[Any, ...] = ()
-    """Parts of the facts that nobody will change."""
+    """The parts of the facts that never change."""
     alike: object | None = None
-    """Inventories that have the same one differ in their tensors' bytes, and where those lie, and in nothing
-    else of the entries."""
+    """A token: inventories with the same one have entries that differ only in their bytes and addresses."""
 
 
 def take_inventory(
@@ -62,11 +60,10 @@ def take_inventory(
     evaluating: bool = False,
     outer: Sequence[Optimizer] = (),
 ) -> Inventory:
-    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises
-    NotCapturable.
+    """Lists the state of `model`, `optimizers` and the modules `beside` them. Raises NotCapturable.
 
-    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of`
-    asks it. `outer`: the optimizers that the script adds parameter groups to, where they are others (ZeRO).
+    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: see `modes_of`.
+    `outer`: the optimizers that the script adds parameter groups to, if they are others (ZeRO).
     """
     beside = beside or {}
     entries: list[Entry] = []
@@ -125,23 +122,18 @@ def _list_module(module: nn.Module, prefix: str, entries: list[Entry], extra: di
 def modules_beside(
     beside: Mapping[str, nn.Module], facts: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
-    """Of each module: itself, what comes before the names of its tensors in a slot, and its part of the
-    facts."""
+    """Yields each module, the prefix of its tensors' names in a slot, and its part of the facts."""
     for name, module in beside.items():
         yield module, f"{BESIDE}{name}/", facts.setdefault("beside_extra", {}).setdefault(name, {})
 
 
 def is_extra(key: str) -> bool:
-    """Whether a state_dict key is a module's `get_extra_state`, which must go back through
-    `set_extra_state`.
-    """
+    """Returns whether a state_dict key is of `get_extra_state`, to be restored by `set_extra_state`."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
 def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """(key, value, lazy) of the model's state_dict; a tensor reachable under several keys (tied) comes
-    once.
-    """
+    """Yields (key, value, lazy) of the model's state_dict; a tensor under several keys (tied) comes once."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     metrics = keys_of_metrics(model)
     seen: set[tuple[Any, ...]] = set()
@@ -165,7 +157,7 @@ def _shard(key: str, value: Tensor) -> Tensor:
 
 
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's parameters in their order, by their names in the model (`#<index>` for strangers)."""
+    """Yields the optimizer's parameters by their names in the model (`#<index>` if they are not in it)."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     index = 0
     for group in optimizer.param_groups:
@@ -175,20 +167,18 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
 
 
 def names_by_group(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names of the parameters of each group, as `named_parameters_of` gives them."""
+    """Returns the names of the parameters of each group, as `named_parameters_of` gives them."""
     names = (name for name, _ in named_parameters_of(optimizer, model))
     return [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
 
 
 def names_of(model: nn.Module) -> int:
-    """A checksum of its parameters' names: where it is the same, so is what `#<number>` of an optimizer
-    means."""
+    """Returns a checksum of the parameters' names. If it is equal, `#<number>` means the same parameter."""
     return zlib.crc32("\n".join(name for name, _ in model.named_parameters()).encode())
 
 
 def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
-    """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights.
-    Raises NotCapturable."""
+    """Lists a parameter that only the optimizer has, such as master weights. Raises NotCapturable."""
     entries: list[Entry] = []
     if name.startswith("#"):
         list_tensor(f"{prefix}{OWN}", parameter, True, entries)

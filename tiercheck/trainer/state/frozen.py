@@ -1,4 +1,4 @@
-"""Keeps what is frozen or evaluates, and proves that frozen weights left out are as they were.
+"""Saves what is frozen or evaluates, and checks that frozen weights left out are unchanged.
 
 Checkpoints leave out the base of QLoRA, for example.
 """
@@ -26,7 +26,7 @@ _trained, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 class Modes:
-    """Of one model, whose parameters and modules are listed once."""
+    """Caches the modes of one model. Its parameters and modules are listed once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class Modes:
         self._facts: dict[str, Any] = {}
 
     def facts(self, evaluating: bool) -> dict[str, Any]:
-        """As `modes_of`. The same lists as long as nothing changes."""
+        """Returns what `modes_of` does, and the same lists as long as nothing changes."""
         seen = list(map(_trained, self._parameters)), [evaluating, *map(_training, self._modules)]
         if not self._facts or seen != self._seen:
             self._facts, self._seen = modes_of(self._model, evaluating), seen
@@ -44,11 +44,10 @@ class Modes:
 
 
 def modes_of(model: nn.Module, evaluating: bool = False) -> dict[str, Any]:
-    """`frozen`: names of the parameters that are; `evaluating`: names of the modules that do, None if the
-    model does as a whole, as at the end of a step it may. But if it did when the step was made, the script
-    trains it so.
+    """Returns the names of frozen parameters and of evaluating modules.
 
-    `evaluating`: whether it did.
+    The latter are None if the model evaluates as a whole, as it may at the end of a step. But if it did so
+    when the step was made (`evaluating`), the script trains it that way, and they are listed.
     """
     return {
         "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
@@ -59,17 +58,16 @@ def modes_of(model: nn.Module, evaluating: bool = False) -> dict[str, Any]:
 
 
 def put_back_modes(model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Inverse of `modes_of`, where the facts hold it: of older versions they do not."""
+    """Restores what `modes_of` returned, as far as the facts hold it: older versions do not."""
     if (frozen := facts.get("frozen")) is not None:
         freeze_as_saved(model, {*frozen}.__contains__)
     evaluate_as_saved(model, facts)
 
 
 def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) -> None:
-    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise,
-    or not at all.
+    """Freezes or thaws parameters as when saved; else they would be trained wrongly, or not at all.
 
-    `was_frozen`: None where nobody can tell, as of what was imported.
+    `was_frozen`: None where that is not known, as for what was imported.
     """
     for name, parameter in model.named_parameters():
         frozen = was_frozen(name)
@@ -79,15 +77,14 @@ def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) 
 
 
 def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Modules that evaluated while the others trained, as frozen batch norms do, evaluate again; and the
-    other way round."""
+    """Restores which modules evaluate while others train, as frozen batch norms do, and which train."""
     names: Collection[str] | None = facts.get("evaluating")
     if names is None:
         return
     found = {*names}
     for name, module in model.named_modules():
         if module.training is (name in found):
-            module.training = not module.training  # not by `train`, which would tell its children too
+            module.training = not module.training  # not by `train`, which would change its children too
             log.warning(
                 "%s %s, as when it was saved",
                 name or "the model",
@@ -96,11 +93,11 @@ def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
 
 
 _omitted: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
-"""Of a model the names of parameters and buffers that are left out, and of the others."""
+"""The names of a model's parameters and buffers that are left out, and those of the others."""
 
 
 def is_omitted(model: nn.Module, key: str) -> bool:
-    """Whether a key of its state_dict is that of one, or of what a module adds to one, such as scales."""
+    """Returns whether a state_dict key is left out, or belongs to what is, such as a module's scales."""
     omitted, others = _omitted.get(model, ((), ()))
     if key in omitted or key in others or key.endswith("_extra_state"):
         return key in omitted
@@ -109,11 +106,13 @@ def is_omitted(model: nn.Module, key: str) -> bool:
 
 
 class OmittedWeights:
-    """An object of the script's state that has the checksums of what one model leaves out."""
+    """Holds the checksums of what one model leaves out, as an object of the script's state."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str], optimizers: Iterable[Optimizer]) -> None:
-        """`patterns`: of names (fnmatch). Raises NotCapturable for what is trained, ValueError for a pattern
-        that no name matches."""
+        """Raises NotCapturable for what is trained, ValueError for a pattern that no name matches.
+
+        `patterns`: fnmatch patterns of the names to leave out.
+        """
         held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         held |= dict(model.named_buffers(remove_duplicate=False))
         self._model, self._sums = model, dict[str, int]()
@@ -131,7 +130,7 @@ class OmittedWeights:
         _omitted[model] = frozenset(self._frozen), frozenset(held.keys() - self._frozen.keys())
 
     def state_dict(self) -> dict[str, int]:
-        """Checksums by name, made once. Raises NotCapturable."""
+        """Returns the checksums by name, computed once. Raises NotCapturable."""
         self._refuse_trained()
         if not self._sums:
             shown = self._model.state_dict().items()
@@ -146,7 +145,7 @@ class OmittedWeights:
         return dict(self._sums)
 
     def load_state_dict(self, there: dict[str, Any]) -> None:
-        """Raises RestoreError if others were left out, or those had another content."""
+        """Raises RestoreError if other weights were left out, or if they had other content."""
         here = self.state_dict()
         for name in sorted(there.keys() | here.keys()):
             other_ranks = "@" in name and not (name in there and name in here)
@@ -167,5 +166,5 @@ def _plain_parts(tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         return parts(tensor)
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     path = "" if local is tensor else "@{}/{}".format(*rank_and_world())  # other ranks have other parts
-    with torch._C.DisableTorchFunctionSubclass():  # of a class whose bytes mean nothing without it
+    with torch._C.DisableTorchFunctionSubclass():  # of a class that gives the bytes their meaning
         return [(path, local.detach().as_subclass(Tensor))]

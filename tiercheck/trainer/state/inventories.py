@@ -1,8 +1,8 @@
-"""Remembers a rank's inventory between snapshots, and checks that it still holds.
+"""Caches a rank's inventory between snapshots, and checks that it still holds.
 
-Only of plain models and optimizers, and of those that FSDP2 shards: no hooks and methods of their own decide
-what the state_dict is, and all that is stored are plain tensors or shards of such. Everything else is listed
-anew each time. No tensor is kept alive by it.
+Only plain models and optimizers are cached, and those that FSDP2 shards: they have no hooks or methods that
+decide what the state_dict is, and store only plain tensors or shards of such. Everything else is listed anew
+each time. The cache keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EMPTY: dict[str, Any] = {}
 
 
 class _NotRemembered(Exception):
-    """It has to be listed anew."""
+    """The inventory must be listed anew."""
 
 
 class Inventories:
@@ -47,36 +47,35 @@ class Inventories:
         beside: Mapping[str, nn.Module] | None = None,
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`beside`: other modules whose tensors are stored too. `more`: gives facts beside theirs."""
+        """`beside`: other modules with tensors to store. `more`: returns additional facts."""
         self._more = more
         self._model = model
         self._beside = beside or {}
         self.passing = Passing(
             {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
         )
-        """Whoever restores says when that begins."""
+        """The buffers that are not persistent. A restore calls their `begin`."""
         self.evaluating = False
-        """Whether the model did as a whole when the last update was made."""
+        """True if the model evaluated as a whole when the last update was made."""
         self._optimizers = self.outer = optimizers
-        """`outer`: as `take_inventory` asks it."""
+        """`outer`: see `take_inventory`."""
         self.first: set[str] | None = None
-        """Names of all that there was when the script began, so that versions name the buffers that came
-        later."""
+        """The names of all entries when the script began, so that versions can name buffers added later."""
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
         self._names: list[str] = []
         self._lazy: list[bool] = []
         self._finite: list[bool] = []
-        """Of each entry, like the two before."""
+        """One value for each entry, as in the two lists before."""
         self._places: list[int] = []
-        """Of each entry: where in the list of all tensors it is."""
+        """The index of each entry in the list of all tensors."""
         self._facts: dict[str, Any] = {}
         self._alike: object | None = None
         self._believed: list[Any] = []
-        """Where everything lay when nothing that is shown was a copy; empty: nowhere."""
+        """The addresses of all tensors when `refuse_copies` last found no copy; empty: none."""
 
     def take(self) -> Inventory:
-        """As `take_inventory`. Raises NotCapturable."""
+        """Takes the inventory as `take_inventory` does. Raises NotCapturable."""
         inventory = self._take()
         return replace(inventory, facts={**inventory.facts, **self._more()})
 
@@ -88,7 +87,7 @@ class Inventories:
             except (
                 _NotRemembered,
                 RuntimeError,
-            ):  # the latter: of a tensor without memory that could be looked at
+            ):  # the latter: a tensor has no memory to look at
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
@@ -114,9 +113,7 @@ class Inventories:
         return inventory
 
     def _looks(self, inventory: Inventory) -> list[Any]:
-        """Where all lies that modules hold, and that is shown of them; empty if that cannot be said
-        quickly.
-        """
+        """Returns the addresses of all tensors that modules hold or show; empty if not quickly known."""
         modules = [*self._all_modules()]
         owners = [*map(_parameters, modules), *map(_buffers, modules)]
         held = [_shard(tensor) for tensor in _all(dict.values, owners) if tensor is not None]
@@ -145,7 +142,7 @@ class Inventories:
             }
             for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)
         ]
-        fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
+        fixed = tuple(known["states"] for known in optimizers)  # these describe only how to rebuild tensors
         return Inventory(entries, {**self._facts, "optimizers": optimizers}, fixed, self._alike)
 
     def _remember(self, inventory: Inventory, passing: Sequence[tuple[str, Tensor]]) -> None:
@@ -154,7 +151,7 @@ class Inventories:
             marks, tensors = self._read(passing)
             places = {_memory(_shard(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))}
             if len(places) != len({*map(id, tensors)}):
-                return  # something shares memory, or has none: only a new list tells what is stored of it
+                return  # something shares memory, or has none: only a new list shows what is stored of it
             self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
         except (_NotRemembered, KeyError, RuntimeError):
             return
@@ -166,7 +163,7 @@ class Inventories:
         self._marks, self._alike = marks, object()
 
     def _read(self, passing: Sequence[tuple[str, Tensor]]) -> tuple[list[Any], list[Tensor]]:
-        """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
+        """Returns what names and places depend on, and all tensors in order. Raises _NotRemembered."""
         modules = self._modules
         if any(map(_hooks, modules)):
             raise _NotRemembered
@@ -174,7 +171,7 @@ class Inventories:
             for hook in _pre_hooks(module).values():
                 if getattr(hook, "__module__", "") != FSDP2:
                     raise _NotRemembered
-                hook(module, "", False)  # the parameters are the shards again, and not what was gathered
+                hook(module, "", False)  # makes the parameters the shards again, not what was gathered
         classes = list(map(type, modules))
         for kind in {*classes}:
             if any(getattr(kind, method) is not getattr(nn.Module, method) for method in _METHODS):

@@ -1,6 +1,6 @@
 """Takes an optimizer's state apart into tensors and a plain description, and puts it together.
 
-Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), and lists and dicts of them.
+It handles tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), lists and dicts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from tiercheck.trainer.state.user_state import generator_state, set_generator
 from tiercheck.trainer.tensors.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
-"""Beginnings of the keys of what is kept as an attribute; its name follows."""
+"""The first element of the key of what is kept as an attribute; the second is its name."""
 _DEEP = 4
-"""How far into the objects that an optimizer keeps tensors are looked for."""
+"""The depth to which objects that an optimizer keeps are searched for tensors."""
 
 Make = Callable[[str, Mapping[str, Any]], Tensor]
-"""Gives an empty tensor for a stored name and its description, to be filled later."""
+"""A function that returns an empty tensor for a stored name and its description, to be filled later."""
 
 
 def describe(
     value: Any, parameter: Tensor, name: str, entries: list[Entry], owner: Optimizer | None = None
 ) -> dict[str, Any]:
-    """How to put `value` together again; its tensors are added to `entries`, under `name`. Of classes of the
-    `owner`'s own package objects are described, too. Raises NotCapturable."""
+    """Describes how to rebuild `value`, and adds its tensors to `entries`, under `name`.
+
+    Objects of classes from the `owner`'s own package are described, too. Raises NotCapturable.
+    """
     if isinstance(value, Tensor):
         return _describe_tensor(value, parameter, name, entries)
     if comes_back(value) and not _has_tensors(value):
@@ -65,7 +67,7 @@ def describe(
     if (apart := _object_apart(value, owner) or _taken_apart(value)) is None:
         must_come_back(value, name)
         raise NotCapturable(f"{name}: a {type(value).__name__} cannot be taken apart")
-    # As pairs, because a record is made into what it was as soon as it is read.
+    # As pairs, because a record is rebuilt as soon as it is read.
     return {"record": [*apart[0].items()], "of": members(apart[1])}
 
 
@@ -77,7 +79,7 @@ def _taken_apart(value: Any) -> Apart | None:
 
 
 def _object_apart(value: Any, owner: Optimizer | None) -> Apart | None:
-    """Of an object that is its attributes, such as a projector, if its class comes with the optimizer's."""
+    """Takes apart an object of plain attributes, such as a projector, if its package is the optimizer's."""
     kind, packages = type(value), [type(each).__module__.partition(".")[0] for each in (value, owner)]
     plain = (
         owner is not None and packages[0] == packages[1] and is_record(kind) and hasattr(value, "__dict__")
@@ -89,7 +91,7 @@ def _object_apart(value: Any, owner: Optimizer | None) -> Apart | None:
 
 
 def stored_names(described: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Of the tensors that belong to it."""
+    """Yields the names under which the tensors of a described value are stored."""
     for path, member in _members(described):
         yield from stored_names(member, f"{name}/{path}")
     if "device" in described and "parts" not in described:
@@ -97,7 +99,7 @@ def stored_names(described: Mapping[str, Any], name: str) -> Iterator[str]:
 
 
 def put_together(described: Mapping[str, Any], name: str, make: Make) -> Any:
-    """Inverse of `describe`. Raises NotCapturable."""
+    """Rebuilds what `describe` described. Raises NotCapturable."""
     if "value" in described:
         return described["value"]
     members = [(path, put_together(member, f"{name}/{path}", make)) for path, member in _members(described)]
@@ -118,12 +120,14 @@ def put_together(described: Mapping[str, Any], name: str, make: Make) -> Any:
 
 
 Others = Sequence[tuple[Any, Mapping[str, Any]]]
-"""What an optimizer keeps under keys that are no parameters: each key, and how to put its value together."""
+"""The entries of an optimizer under other keys than parameters: key, and how to rebuild the value."""
 
 
 def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> Others:
-    """Such as a count of all updates under `state["k"]`, or a list of averages that is an attribute. Their
-    tensors are added to `entries`, which hold what models have. Raises NotCapturable."""
+    """Describes what is kept by no parameter, such as a count under `state["k"]` or a list of averages.
+
+    The tensors are added to `entries`, which hold what models have. Raises NotCapturable.
+    """
     found: list[tuple[Any, Mapping[str, Any]]] = []
     attributes = list(_attributes_to_describe(optimizer, prefix, entries))
     for key, value in optimizer.state.items():
@@ -133,7 +137,7 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
             found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries, optimizer)))
     listed = len(entries)
     for place, value in attributes:
-        # Where a generator is must be known at once, and not when tensors are filled.
+        # The position of a generator must be read at once, and not when tensors are filled.
         drawn = place[0] == _GENERATOR
         found.append(
             (
@@ -148,7 +152,7 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
 
 
 def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """What a class of somebody's own keeps that is neither a plain value nor code."""
+    """Returns the attributes of a class outside torch that are neither plain values nor code."""
     if _is_torchs(optimizer):
         return []
     return [
@@ -161,9 +165,7 @@ def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
 def _attributes_to_describe(
     optimizer: Optimizer, prefix: str, entries: Sequence[Entry]
 ) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Those that hold what nothing else does. Raises NotCapturable if it is where nothing could be put
-    back.
-    """
+    """Yields attributes with data held nowhere else. Raises NotCapturable if they could not be restored."""
     held = held_by([entry.tensor for entry in entries])
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, value in odd_attributes(optimizer):
@@ -197,7 +199,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _found_in(value: Any, deep: int) -> Iterator[Any]:
-    """Tensors and generators in it, or a few objects further."""
+    """Yields the tensors and generators in it, and in objects up to `deep` levels further."""
     if isinstance(value, Tensor) or generator_state(value) is not None:
         yield value
     elif deep and not isinstance(value, (nn.Module, Optimizer, type)) and not is_function(value):
@@ -215,7 +217,7 @@ def _found_in(value: Any, deep: int) -> Iterator[Any]:
 
 
 def _is_tree(value: Any, owner: Optimizer) -> bool:
-    """Whether `describe` can take it apart."""
+    """Returns whether `describe` can take a value apart."""
     if isinstance(value, Tensor) or comes_back(value):
         return not isinstance(value, nn.Parameter)
     if (apart := _object_apart(value, owner) or _taken_apart(value)) is not None:
@@ -226,12 +228,14 @@ def _is_tree(value: Any, owner: Optimizer) -> bool:
 
 
 _BY_PARAMETER, _BY_IDENTITY = "tiercheck.parameter", "tiercheck.identity"
-"""Beginnings of the keys of what is kept under parameters, or under their id()."""
+"""The first element of the key of what is kept under parameters, or under their id()."""
 
 
 def _by_parameter(optimizer: Optimizer, value: Any) -> tuple[str, dict[int, Any]] | None:
-    """What a dict has under parameters, or under where these lie in memory, by their number: in another
-    process both are others. None: it is no such dict."""
+    """Returns a dict's values by parameter number if its keys are parameters, or their id(); else None.
+
+    In another process the keys are others.
+    """
     if (
         not isinstance(value, dict)
         or not value
@@ -250,7 +254,7 @@ def _by_parameter(optimizer: Optimizer, value: Any) -> tuple[str, dict[int, Any]
 
 
 def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
-    """Raises NotCapturable for the place of a parameter in memory: in another process that is another one."""
+    """Raises NotCapturable for a key that is the id() of a parameter, which differs in another process."""
     if type(key) is int and any(
         key == id(each) for group in optimizer.param_groups for each in group["params"]
     ):
@@ -260,13 +264,13 @@ def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
 
 
 def stored_names_of_others(others: Others, prefix: str) -> Iterator[str]:
-    """Of the tensors that belong to them."""
+    """Yields the names under which the tensors of `others` are stored."""
     for number, (_, described) in enumerate(others):
         yield from stored_names(described, _place(prefix, number))
 
 
 def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Make) -> None:
-    """Inverse of `describe_others`. Raises NotCapturable."""
+    """Restores what `describe_others` described. Raises NotCapturable."""
     for number, (key, described) in enumerate(others):
         value = put_together(described, _place(prefix, number), make)
         kind, name = key if type(key) is tuple and len(key) == 2 else ("", "")
@@ -279,7 +283,7 @@ def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Mak
         elif kind == _ATTRIBUTE:
             present = vars(optimizer).get(name)
             if type(present) is type(value) and is_record(type(value)) and hasattr(value, "__dict__"):
-                vars(present).clear()  # others may know the object, such as a hook
+                vars(present).clear()  # a hook, for example, may refer to the object
                 vars(present).update(vars(value))
             else:
                 setattr(optimizer, name, value)
@@ -294,18 +298,16 @@ def _place(prefix: str, number: int) -> str:
 
 
 NOBODYS = torch.empty(0, device="cpu")
-"""In place of the parameter that something is kept of."""
+"""A placeholder where a value belongs to no parameter."""
 
 
 Ties = Sequence[Sequence[tuple[str, Any]]]
-"""Groups of one tensor under several names: parameter and key of its state, None for the parameter itself; or
-buffer and `_BUFFER`."""
+"""Groups of one tensor's names: parameter and key (None: the parameter), or buffer and `_BUFFER`."""
 _BUFFER = False
 
 
 def ties_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], model: nn.Module) -> Ties:
-    """What an optimizer keeps more than once, such as one count for all parameters, or a mask that `model`
-    has too. `named`: its parameters."""
+    """Finds tensors kept under several names, such as a count for all parameters, or a mask of `model`."""
     found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
     for name, parameter in named:
         for key, value in ((None, parameter), *optimizer.state.get(parameter, {}).items()):
@@ -322,7 +324,7 @@ def _memory(value: Tensor) -> tuple[Any, ...]:
 
 
 def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties, model: nn.Module) -> None:
-    """Inverse of `ties_of`, of what is here."""
+    """Makes the tensors shared again that `ties_of` found, as far as they are here."""
     parameters = dict(named)
     buffers = dict(model.named_buffers()) if ties else {}
     for group in ties:
@@ -337,9 +339,9 @@ def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties, m
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Plain values that a class of somebody's own keeps beside its state, such as a count of its steps."""
+    """Returns plain values that a class outside torch keeps beside its state, such as a step count."""
     if _is_torchs(optimizer):
-        return {}  # what they keep beside it, they make anew
+        return {}  # torch's classes make anew what they keep beside it
     return {
         name: value
         for name, value in own_attributes(optimizer)
@@ -356,7 +358,7 @@ def _is_plain_value(value: Any) -> bool:
 
 
 def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
-    """Inverse of `attributes_of`. Tensors are written in place."""
+    """Restores what `attributes_of` returned. Tensors are written in place."""
     for name, value in attributes.items():
         present = vars(optimizer).get(name)
         if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
@@ -367,8 +369,7 @@ def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
 
 @contextmanager
 def unchanged(optimizer: Optimizer) -> Iterator[None]:
-    """Leaves state, groups and attributes the same objects, whatever is loaded meanwhile: torch would cast
-    the state to the parameter's dtype."""
+    """Keeps state, groups and attributes in a load: torch would cast the state to the parameter's dtype."""
     state, groups = optimizer.state, optimizer.param_groups
     attributes = copy.deepcopy(attributes_of(optimizer))
     yield
@@ -377,8 +378,7 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
 
 
 def refuse_inner(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Raises NotCapturable for an optimizer with another one inside, whose state is not its own and would be
-    lost."""
+    """Raises NotCapturable for an optimizer with an inner one, if its separate state would be lost."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for path, all_of_them, inner in _inner(optimizer, names):
@@ -391,8 +391,7 @@ def refuse_inner(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
 
 
 def _inner(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str, Optimizer]]:
-    """Optimizers that it keeps, with how to reach each, and all like it: as attributes, or in a list or dict
-    that is one."""
+    """Yields each inner optimizer, after its path and an expression for all in the same place."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Mapping):
             words = (names.get(id(key), in_words(key)) for key in value)
@@ -407,7 +406,7 @@ def _inner(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str
 
 
 def is_plain(described: Mapping[str, Any]) -> bool:
-    """Whether it is one tensor or one value, and not made of several."""
+    """Returns whether a description is of one tensor or one value, and not of several."""
     return not any(True for _ in _members(described))
 
 
@@ -420,8 +419,7 @@ def _members(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
-    """On which device, and sharded like its parameter or not; of a wrapper also its class and what is no
-    tensor in it."""
+    """Describes a tensor: device and sharding; of a wrapper also its class and what is no tensor in it."""
     if not is_wrapper(value):
         list_tensor(name, value, True, entries)
         described: dict[str, Any] = {"device": value.device.type}
@@ -449,7 +447,7 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
 
 
 def _has_tensors(value: Any) -> bool:
-    """Of what comes back."""
+    """Returns whether a value that can be read back contains tensors."""
     if isinstance(value, Tensor) or type(value) in UNCHANGEABLE:
         return isinstance(value, Tensor)
     if type(value) in (list, tuple, dict):

@@ -1,10 +1,10 @@
 """Checks that what a state_dict shows is the state itself, under the names that it keeps.
 
-FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore
-writes into those, and the model keeps what its script began with.
+FSDP1, quantised modules and hooks that rename, merge or clone return tensors of their own. A restore would
+write into those, and the model would keep what its script began with.
 
-DistributedDataParallel and torch.compile put a word of theirs before every name. It is no part of the state,
-so a run may be wrapped otherwise than the one before.
+DistributedDataParallel and torch.compile add a prefix to every name. It is not part of the state, so a run
+may be wrapped in another way than the one before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, held_by, memo
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raises NotCapturable for a model with FullyShardedDataParallel in it, whose state_dict is never its
-    memory."""
+    """Raises NotCapturable if FullyShardedDataParallel wraps a part: its state_dict is never its memory."""
     for name, module in model.named_modules():
         # By name: importing its module takes time, and without torch.distributed it does not exist.
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
@@ -41,8 +40,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
-    """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy,
-    or one that is trained is missing."""
+    """Raises NotCapturable if `entries`, made from state_dicts, have a copy, or miss a trained tensor."""
     shown = held_by(entry.tensor for entry in entries)
     held: set[tuple[torch.device, int]] = set()
     for prefix, module in _modules(model, beside):
@@ -62,7 +60,7 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
             for entry in entries
             if entry.name.startswith(prefix) and entry.tensor.numel() and memory(entry.tensor) not in held
         }
-        # A module may well keep tensors that it has not registered. What is kept lies where it lay.
+        # A module may keep tensors that it has not registered. Those stay at the same address.
         for key, value in module.state_dict().items() if doubted else ():
             if not isinstance(value, Tensor) or is_extra(key) or is_omitted(module, key):
                 continue
@@ -75,7 +73,7 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
 
 
 def is_final(model: nn.Module) -> bool:
-    """Whether every parameter has memory by now."""
+    """Returns whether every parameter has memory by now."""
     return not any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
@@ -86,7 +84,7 @@ def _modules(model: nn.Module, beside: Mapping[str, nn.Module]) -> Iterator[tupl
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether it is trained) of every parameter and buffer."""
+    """Yields (name, tensor, whether it is trained) of every parameter and buffer."""
     for name, parameter in module.named_parameters():
         if not is_omitted(module, name):
             yield name, parameter, parameter.requires_grad
@@ -103,10 +101,9 @@ class Wrapped:
     """A model as a script trains it."""
 
     model: nn.Module
-    """Without what is wrapped around it as a whole."""
+    """The model without the wrappers around it as a whole."""
     replicated: tuple[tuple[str, DistributedDataParallel], ...]
-    """Each module whose parameters are the same at all ranks of a process group, with what comes before their
-    names in `model`."""
+    """The modules with parameters that are equal in a process group, and the prefixes of their names."""
 
     @staticmethod
     def look(model: nn.Module) -> Wrapped:
@@ -127,8 +124,10 @@ class Wrapped:
 
 
 def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
-    """The optimizer that does the work, and a class of somebody's own around it that skips
-    `Optimizer.__init__`: only the former calls its hooks. Raises TypeError, NotCapturable."""
+    """Returns the optimizer that does the work, and a wrapper that skips `Optimizer.__init__`, if any.
+
+    Only the former calls its hooks. Raises TypeError, NotCapturable.
+    """
     while type(optimizer).__name__ in _FRAMEWORKS:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
@@ -150,7 +149,7 @@ def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
 
 
 class WrapperState:
-    """Keeps what such a class has beside the optimizer inside, as its state_dict and attributes tell."""
+    """Saves what a wrapper has beside its inner optimizer, as its state_dict and attributes show it."""
 
     def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
         self._outer, self._inner = outer, inner

@@ -1,10 +1,10 @@
-"""Writes what scripts keep so that it can be read back without running code of somebody's.
+"""Writes what scripts keep so that reading it back runs no foreign code.
 
 `torch.load(weights_only=True)` reads plain values and collections of them. Enums, deques, named tuples,
-dataclasses, numpy's values and others are written as records: a dict that has what it was, and its members.
-What is neither is refused while training, not at the restore.
+dataclasses, numpy's values and others are written as records: a dict with kind and members.
+Anything else is refused while training, not at the restore.
 
-Why reading a record is safe, whoever wrote it: values of the standard library and numpy are made by the fixed
+Reading a record is safe, wherever it is from: values of the standard library and numpy are made by the fixed
 table below. A class is only looked up, in what the script has imported already, without `getattr`, which
 modules can answer by an import. It has to be an Enum, a named tuple or a dataclass, and its fields are filled
 with what was read: no `__init__`, `__new__`, `__reduce__`, `__setstate__` or `__del__` of its own runs.
@@ -36,15 +36,15 @@ import torch
 from tiercheck.trainer.tensors.leaves import NotCapturable
 
 MARK = "tiercheck.value"
-"""Key of the kind of a record; its members, if it has any, are under `of`."""
+"""The key of the kind of a record; its members, if it has any, are under `of`."""
 UNCHANGEABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device}
 )
 Leaf = Callable[[Any, dict[int, Any]], Any]
 Apart = tuple[dict[str, Any], Sequence[Any]]
-"""A record, and the members that it lacks yet."""
+"""A record, and the members that it still lacks."""
 _seen: set[type] = set()
-"""Types that have come back once, and contain nothing."""
+"""The types that have been read back once, and contain nothing."""
 
 _CONSTANTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[..., Any]]] = {
     timedelta: (lambda v: (v.days, v.seconds, v.microseconds), timedelta),
@@ -69,23 +69,25 @@ _CONSTANTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[..., Any]]
     **{kind: (lambda v: (str(v),), kind) for kind in (PurePosixPath, PureWindowsPath, type(Path()))},
     type(...): (lambda v: (), lambda: ...),
 }
-"""How each is taken apart and made, all members at once."""
+"""The functions that take each type apart, and that make it from all its members at once."""
 _FILLED: dict[type, Callable[[Any, list[Any]], object]] = {
     set: lambda new, of: new.update(of),
     deque: lambda new, of: new.extend(of),
     SimpleNamespace: lambda new, of: vars(new).update(_paired(of)),
     **dict.fromkeys((dict, OrderedDict, Counter, defaultdict), lambda new, of: new.update(_paired(of))),
 }
-"""What may contain itself: made empty, and then filled."""
+"""The types that may contain themselves: created empty, and then filled."""
 _HASHED = {dict, OrderedDict, Counter, defaultdict, set, frozenset}
-"""Whose keys or members must be no tensors."""
+"""The types that must not have tensors as keys or members."""
 _NAMED = {kind.__name__: kind for kind in (*_CONSTANTS, *_FILLED)}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, *_FILLED)}
 
 
 def taken_apart(value: Any) -> Apart | None:
-    """None for what is no record: a plain value, a container of them, or something unknown. Raises
-    NotCapturable, without its name, for what is one but for its class."""
+    """Takes a value apart into a record; None: it is plain, a container of such, or unknown.
+
+    Raises NotCapturable, without a name, for what would be a record but for its class.
+    """
     kind = type(value)
     if kind in _HASHED and not any([*map(_is_odd, value)]) and kind in (dict, OrderedDict):
         return None
@@ -112,7 +114,7 @@ def taken_apart(value: Any) -> Apart | None:
 
 
 def object_apart(value: Any) -> Apart:
-    """What has plain attributes and nothing else. Raises NotCapturable."""
+    """Takes apart an object that has plain attributes and nothing else. Raises NotCapturable."""
     kind = type(value)
     if not is_record(kind):
         raise NotCapturable(f"{kind.__name__} has code of its own for being made, copied or deleted")
@@ -122,7 +124,7 @@ def object_apart(value: Any) -> Apart:
 
 
 def is_record(kind: type) -> bool:
-    """Whether an object of this class is its attributes, and no code of it runs when they are set."""
+    """Returns whether an object of this class is its attributes, and setting them runs no code of it."""
     own = (getattr(kind, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__"))
     usual = {object.__reduce__, object.__reduce_ex__, getattr(object, "__getstate__", None), None}
     written = [each for each in (*own, getattr(kind, "__setstate__", None)) if each not in usual]
@@ -134,8 +136,11 @@ def is_record(kind: type) -> bool:
 
 
 def encoded(value: Any, known: dict[int, Any], leaf: Leaf) -> Any:
-    """The same with records in place of what needs one, in new containers. What is contained twice is so in
-    the copy. `known`: copies by identity; `leaf` gives those of tensors and of what is unknown."""
+    """Returns a copy in new containers, with records in place of what needs one.
+
+    What is contained twice is so in the copy. `known`: copies by identity; `leaf` copies tensors and what is
+    unknown.
+    """
     kind = type(value)
     if kind in UNCHANGEABLE:
         return value
@@ -170,8 +175,11 @@ def encoded(value: Any, known: dict[int, Any], leaf: Leaf) -> Any:
 
 
 def decoded(value: Any, *, lenient: bool = False) -> Any:
-    """Inverse of `encoded`; containers are changed in place. Raises NotCapturable for a class that is not
-    here, or is another one now; `lenient`: leaves those records as they are."""
+    """Reverses `encoded`; containers are changed in place.
+
+    Raises NotCapturable for a class that is missing here, or another one now; `lenient`: leaves those records
+    as they are.
+    """
     known: dict[int, tuple[Any, Any]] = {}  # with the originals: what replaces them must not get their id
 
     def read(value: Any) -> Any:
@@ -211,8 +219,11 @@ def rebuilt(
     *,
     any_class: bool = False,
 ) -> Any:
-    """What was taken apart into `record` and members. `begun` gets what may contain itself before the first
-    member is asked for. `any_class`: not only a dataclass. Raises NotCapturable."""
+    """Rebuilds a value from `record` and its members `of`. Raises NotCapturable.
+
+    `begun` gets what may contain itself before the first member is asked for. `any_class`: not only a
+    dataclass.
+    """
     name = record[MARK]
     if name in ("numpy", "numpy.dtype"):
         return _numpy_rebuilt(record)
@@ -247,8 +258,10 @@ def rebuilt(
 
 
 def read_plain(content: bytes, name: str, *, lenient: bool = False) -> Any:
-    """What `write_plain` wrote. Raises NotCapturable, with `name`, if reading could run code, or for records
-    as `decoded` does."""
+    """Reads what `write_plain` wrote.
+
+    Raises NotCapturable, with `name`, if reading could run code, or for records as `decoded` does.
+    """
     try:
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         return decoded(value, lenient=lenient)
@@ -260,11 +273,11 @@ def read_plain(content: bytes, name: str, *, lenient: bool = False) -> Any:
 
 
 def write_plain(value: Any, name: str, leaf: Leaf = lambda value, _: value) -> bytes:
-    """Raises NotCapturable, with `name`, for what cannot be written."""
+    """Writes a value as bytes. Raises NotCapturable, with `name`, for what cannot be written."""
     buffer = io.BytesIO()
     try:
         torch.save(encoded(value, {}, leaf), buffer)
-    except Exception as error:  # whatever pickle meets in objects of somebody's
+    except Exception as error:  # pickle can raise anything for objects of the script
         raise NotCapturable(f"{name} cannot be written: {error}") from error
     return buffer.getvalue()
 
@@ -296,7 +309,7 @@ def must_come_back(value: Any, name: str, within: frozenset[int] = frozenset()) 
         buffer = io.BytesIO()
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:  # whatever pickle meets
+    except Exception as error:  # pickle can raise anything
         raise NotCapturable(
             f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back"
         ) from error
@@ -305,7 +318,7 @@ def must_come_back(value: Any, name: str, within: frozenset[int] = frozenset()) 
 
 
 def comes_back(value: Any) -> bool:
-    """Whether it does."""
+    """Returns whether a value could be read back from a checkpoint."""
     try:
         must_come_back(value, "")
     except NotCapturable:
@@ -314,7 +327,7 @@ def comes_back(value: Any) -> bool:
 
 
 def in_words(key: Any) -> str:
-    """A key as messages name it: no tensor is printed, and nothing of somebody's own prints itself."""
+    """Returns a key as messages name it. No tensor is printed, and no `__str__` of the script runs."""
     if type(key) in UNCHANGEABLE:
         return str(key)[:80]
     if isinstance(key, torch.Tensor):
@@ -323,7 +336,7 @@ def in_words(key: Any) -> str:
 
 
 def class_path(kind: type) -> str:
-    """Where another process finds it. Raises NotCapturable."""
+    """Returns the path by which another process finds the class. Raises NotCapturable."""
     path = f"{kind.__module__}:{kind.__qualname__}"
     if _found(path) is not kind:
         raise NotCapturable(f"{kind.__module__} has no class {kind.__qualname__}: define it at its top")
@@ -331,8 +344,10 @@ def class_path(kind: type) -> str:
 
 
 def find_class(path: str, name: str = "it") -> Any:
-    """Only what the script has imported: to read a checkpoint never imports, and so never runs, anything.
-    Raises NotCapturable, with the `name` of what is one."""
+    """Returns a class that the script has imported: to read a checkpoint never imports or runs anything.
+
+    Raises NotCapturable, with the `name` of what is of the class.
+    """
     found = _found(path)
     if not isinstance(found, type):
         module = path.partition(":")[0]
@@ -379,7 +394,7 @@ def _slots(kind: type) -> dict[str, Any]:
 
 
 def _is_odd(key: Any) -> bool:
-    """Whether a key needs a record, which cannot be one. Raises NotCapturable for a tensor."""
+    """Returns whether a key needs a record, which cannot be a key. Raises NotCapturable for a tensor."""
     if type(key) in UNCHANGEABLE:
         return False
     if isinstance(key, torch.Tensor):
@@ -396,7 +411,7 @@ def _paired(of: list[Any]) -> dict[Any, Any]:
 
 
 def _numpy_apart(value: Any) -> dict[str, Any] | None:
-    """Of a number, an array or a dtype of numpy's; None: it is none, or its dtype is more than a name."""
+    """Takes apart a number, array or dtype of numpy's; None: it is none, or its dtype is not just a name."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not (isinstance(value, (numpy.generic, numpy.dtype)) or type(value) is numpy.ndarray):
         return None

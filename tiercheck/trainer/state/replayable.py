@@ -1,7 +1,7 @@
-"""What is known of an optimizer's class: whether it replays exactly, and what it keeps.
+"""Describes optimizer classes: whether they replay exactly, and what they keep.
 
-What it does in this very process, `probe.py` looks at. Some classes keep more than parameters and their
-state, such as a count of their steps.
+`probe.py` checks what an optimizer does in this very process. Some classes keep more than parameters and
+their state, such as a count of their steps.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ _NAMES = (
     "SparseAdam", "Muon",
 )  # fmt: skip
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
-"""Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one
-of them."""
+"""The classes with steps that depend only on parameters, gradients, state and hyper-parameters.
+
+Tests replay every one of them.
+"""
 
 _SEPARABLE = {*_NAMES} - {"Adafactor", "Muon", "SparseAdam"}
-"""What their step does to an element depends on that element alone, and on counts that all elements share."""
+"""The classes with steps that treat each element alone, but for counts that all elements share."""
 _EXACT_IN_HALF = {"AdamW"}
-"""On CPUs: others add products of half-precision numbers, which vectors round and single numbers do not."""
+"""The classes that are exact on CPUs. Others add half-precision products, which only vectors round."""
 
 SCALING = ("grad_scale", "found_inf")
-"""What `torch.amp.GradScaler` hands to a fused optimizer as attributes."""
+"""The attributes that `torch.amp.GradScaler` sets at a fused optimizer."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Exactly one of those classes: a subclass may do anything."""
+    """Returns whether the optimizer's class is one of `KNOWN`: a subclass may do anything."""
     return type(optimizer) in KNOWN
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its step does to an element what depends on that element alone, so that even of a sharded
-    tensor each rank may do its own."""
+    """Returns whether the step treats each element alone, so that each rank may update its own shard."""
     return is_known(optimizer) and type(optimizer).__name__ in _SEPARABLE
 
 
 def hindrance(optimizer: Optimizer) -> str:
-    """Why it cannot be replayed whatever a probe says; empty if nothing is known against it."""
+    """Returns why an optimizer cannot be replayed whatever a probe finds; empty: no reason is known."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"{name} evaluates the model several times in one step"
@@ -62,10 +63,10 @@ def hindrance(optimizer: Optimizer) -> str:
 
 
 def inseparable(optimizer: Optimizer) -> str:
-    """Why a part of its parameters, cut anywhere, would not get the same bits; empty if it is known to.
+    """Returns why a part of the parameters, cut anywhere, could get other bits; empty: known not to.
 
-    Known by a test of every class (tests/trainer/proof/test_probes.py). A probe may then try out a part
-    of a large tensor.
+    A test of every class shows it (tests/trainer/proof/test_probes.py). A probe may then try out a part of a
+    large tensor.
     """
     name = type(optimizer).__name__
     if not is_elementwise(optimizer):
@@ -82,18 +83,17 @@ def inseparable(optimizer: Optimizer) -> str:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong
-    order.
+    """Returns an optimizer's `step` without hooks and without the wrapper of a learning-rate scheduler.
 
-    Without autocast too, whose like it would be where the script restores: a step that depends on it differs
-    when it is probed.
+    The wrapper warns of a wrong order. Autocast is off too, as where the script restores: a step that depends
+    on it differs when it is probed.
     """
     function = type(optimizer).step
     if getattr(function, "hooked", False):
         function = getattr(function, "__wrapped__", function)
 
     def step() -> Any:
-        # A class that calls the step of its base class comes to hooks once more.
+        # A class that calls the step of its base class runs hooks once more.
         hidden = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
         vars(optimizer).update({name: OrderedDict() for name in hidden})
         kinds = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
@@ -109,7 +109,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 _LARGEST = 1024 * 1024
-"""Bytes of a tensor that is taken for a value."""
+"""Bytes. The largest tensor that counts as a value."""
 _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -121,14 +121,14 @@ def _shared_attributes() -> set[str]:
 
 
 def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Names and values that not every optimizer has."""
+    """Yields names and values of attributes that not every optimizer has."""
     for name, value in vars(optimizer).items():
         if name not in _shared_attributes() and not name.startswith("__"):
             yield name, value
 
 
 def is_value(value: Any) -> bool:
-    """Whether it is data, and little: numbers, texts, small tensors, and collections of them."""
+    """Returns whether a value is a little data: numbers, texts, small tensors, or collections of them."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.layout is torch.strided and value.nbytes <= _LARGEST
     if isinstance(value, Mapping):
@@ -145,10 +145,10 @@ def is_value(value: Any) -> bool:
 
 
 def is_function(value: Any, deep: int = 3) -> bool:
-    """Whether it is code alone. What is bound to an object, or is one, may change that: a copy that calls it
-    would do so too.
+    """Returns whether a value is code alone.
 
-    `deep`: how many functions may lie in one another.
+    What is bound to an object, or is one, may change that: a copy that calls it would do so too. `deep`: how
+    many functions may be nested.
     """
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
@@ -162,9 +162,9 @@ def is_function(value: Any, deep: int = 3) -> bool:
 
 
 def closed_over(function: FunctionType) -> list[Any]:
-    """What it has from the functions around it."""
+    """Returns the values that a function closes over."""
     found = []
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing was put there yet
+        with suppress(ValueError):  # the cell is still empty
             found.append(cell.cell_contents)
     return found

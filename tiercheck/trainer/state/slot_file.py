@@ -32,21 +32,19 @@ from tiercheck.trainer.tensors.leaves import dtype_of, write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024
-"""Bytes that are worth a second thread."""
+"""Bytes. Reads of at least this size use several threads."""
 _THREADS = 4
 _WINDOW = 64 * 1024 * 1024
-"""Bytes that are on their way to a device at once, of two such windows."""
+"""Bytes. The size of each of the two windows through which a device is filled."""
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """A slot's tensors by name, as views of its mapping; `read_into` is the fast way to get at many of
-    them.
-    """
+    """The tensors of a slot by name, as views of its mapping; `read_into` is the fast way to read many."""
 
     def __init__(
         self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]
     ) -> None:
-        """Takes `descriptor` over: it is closed with this object. `size`: of the artifact."""
+        """Takes over `descriptor`, which is closed with this object. `size`: of the artifact."""
         self._descriptor, self._size = descriptor, size
         self._views, self._offsets = views, offsets
 
@@ -70,7 +68,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
-        """Fill each tensor with what is stored under its name; shapes and dtypes must be the same.
+        """Fills each tensor with what is stored under its name; shapes and dtypes must be the same.
 
         Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is
         too short already.
@@ -80,7 +78,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_parts(self, wanted: Sequence[tuple[str, int, Tensor]]) -> None:
-        """Fill each tensor with elements that are stored under its name, as they lie there, from that one on.
+        """Fills each tensor with stored elements of its name, in their order, from the given index on.
 
         Raises RestoreError if the bytes cannot be read; no others need to be there.
         """
@@ -91,7 +89,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._read(found)
 
     def _read(self, wanted: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Tensors to fill; with what; where its bytes are in the file."""
+        """Fills tensors. `wanted`: the tensor, the stored one, and where its bytes are in the file."""
         pieces: list[tuple[memoryview, int]] = []
         on_device: dict[Accelerator, list[tuple[Tensor, int]]] = {}
         for target, stored, offset in wanted:
@@ -113,10 +111,9 @@ class StoredTensors(Mapping[str, Tensor]):
             raise RestoreError(f"the checkpoint cannot be read: {error}") from error
 
     def _lift(self, device: Accelerator, wanted: Sequence[tuple[Tensor, int]]) -> None:
-        """Bring bytes onto a device by way of two page-locked windows: one is filled while the other is
-        emptied.
+        """Fills a device through two page-locked windows: one is filled while the other is emptied.
 
-        Flat tensors of bytes to fill; where these are in the file.
+        `wanted`: flat tensors of bytes to fill, and where these are in the file.
         """
         windows = [device.room(min(_WINDOW, sum(target.numel() for target, _ in wanted))) for _ in range(2)]
         marks: list[Mark] = []
@@ -153,7 +150,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def _pieces(target: Tensor, offset: int) -> list[tuple[memoryview, int]]:
-    """The memory of a tensor on the host, bit by bit; of each where its content is in the file."""
+    """Returns the memory of a host tensor in pieces, each with where its content is in the file."""
     if not target.nbytes:
         return []
     memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
@@ -162,7 +159,7 @@ def _pieces(target: Tensor, offset: int) -> list[tuple[memoryview, int]]:
 
 
 def _batches(wanted: Iterable[tuple[Tensor, int]], most: int) -> Iterator[list[tuple[Tensor, int]]]:
-    """All of them in order, each batch of at most so many bytes; what is larger is cut."""
+    """Yields the tensors in order, in batches of at most `most` bytes; larger ones are cut."""
     batch: list[tuple[Tensor, int]] = []
     left = most
     for target, offset in wanted:
@@ -180,7 +177,7 @@ def _batches(wanted: Iterable[tuple[Tensor, int]], most: int) -> Iterator[list[t
 
 
 def _is_plain(target: Tensor, stored: Tensor) -> bool:
-    """Whether the bytes of `target` in memory are those of the file, one by one."""
+    """Returns whether the bytes of `target` in memory are exactly those of the file."""
     return (
         target.layout is torch.strided
         and target.is_contiguous()
@@ -195,11 +192,11 @@ log = logging.getLogger("tiercheck")
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
 DELTA_ROOM = "delta_room"
-"""Of a snapshot: bytes that the slots for deltas had when it was taken, 0 if that was not known."""
+"""The key of the bytes that the slots for deltas had when a snapshot was taken; 0: not known."""
 
 
 def view_of(buffer: mmap.mmap | memoryview, tensor: SlotTensor) -> Tensor:
-    """The tensor's bytes in the slot as a torch tensor, without a copy."""
+    """Returns the tensor's bytes in the slot as a torch tensor, without a copy."""
     dtype = dtype_of(tensor.dtype)
     if tensor.begin == tensor.end:
         return torch.empty(tensor.shape, dtype=dtype, device="cpu")
@@ -224,15 +221,14 @@ class SlotWriter:
         self._pinned: Sequence[int] = ()
 
     def is_current(self) -> bool:
-        """Whether the path still names the mapped file."""
+        """Returns whether the path still names the mapped file."""
         try:
             return _identity(os.stat(self.path)) == self.identity
         except OSError:
             return False
 
     def begin(self, layout: SlotLayout) -> dict[str, Tensor]:
-        """Mark the slot torn and return where each tensor of `layout` goes. Raises ValueError if it is too
-        small."""
+        """Marks the slot torn, and returns where each tensor goes. Raises ValueError if it is too small."""
         if layout.size > len(self.buffer):
             raise ValueError(f"the slot has {len(self.buffer)} bytes, {layout.size} are needed")
         self.buffer[:8] = b"\0" * 8
@@ -248,7 +244,7 @@ class SlotWriter:
         *,
         kind: Kind = Kind.SNAPSHOT,
     ) -> None:
-        """Write header, then the state word: from here on the slot is readable."""
+        """Writes the header, then the state word: from here on the slot is readable."""
         header = layout.header(rank, version, world_size, metadata, kind)
         self.buffer[8 : 8 + len(header)] = header
         failpoint("before-state-word")
@@ -256,8 +252,7 @@ class SlotWriter:
         failpoint("after-state-word")
 
     def pin(self) -> None:
-        """Page-lock the mapping, so that the GPU copies straight into it. Tried once; without it the copy is
-        only slower."""
+        """Page-locks the mapping for direct copies from the GPU. Tried once; else copies are slower."""
         if self._tried:
             return
         self._tried = True
@@ -268,24 +263,23 @@ class SlotWriter:
 
     @property
     def pinned(self) -> bool:
-        """Whether all of it is page-locked."""
+        """Returns whether the whole mapping is page-locked."""
         return bool(self._pinned)
 
     def close(self) -> None:
-        """Let the GPU forget a slot that is no more. The mapping goes when its last tensor does."""
+        """Removes the page lock of a slot that is no more. The mapping ends with its last tensor."""
         release(self._pinned)
         self._pinned = ()
 
 
 class OpenSlots:
-    """Slots that stay mapped from one artifact to the next, because mapping and page-locking take longer than
-    copying."""
+    """Keeps slots mapped between artifacts: mapping and page-locking take longer than copying."""
 
     def __init__(self) -> None:
         self._writers: dict[str, SlotWriter] = {}
 
     def open(self, path: str) -> SlotWriter:
-        """The slot at `path`. Raises OSError or ValueError."""
+        """Returns the slot at `path`. Raises OSError or ValueError."""
         for known, writer in list(self._writers.items()):
             if not writer.is_current():
                 del self._writers[known]
@@ -296,7 +290,7 @@ class OpenSlots:
 
 
 def bytes_into(view: Tensor, content: bytes) -> None:
-    """Write `content` at the beginning of `view`, a tensor of bytes."""
+    """Writes `content` at the beginning of `view`, a tensor of bytes."""
     if content:
         view[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
@@ -311,7 +305,7 @@ class SlotReader:
 
     @staticmethod
     def open(path: str) -> SlotReader:
-        """Raises OSError, or NotASlot if it is torn."""
+        """Opens the slot at `path`. Raises OSError, or NotASlot if it is torn."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
@@ -326,26 +320,24 @@ class SlotReader:
         return SlotReader(header, buffer, StoredTensors(descriptor, header.size, views, begins))
 
     def tensors(self) -> StoredTensors:
-        """All but the user blob and the table of pieces."""
+        """Returns all tensors but the user blob, the table of pieces and the proof."""
         return self.stored
 
     @functools.cached_property
     def pieces(self) -> Mapping[str, Piece]:
-        """What its tensors are of the whole, by name. Raises ValueError if the table is broken."""
+        """Returns which part of the whole each tensor is. Raises ValueError if the table is broken."""
         place = self.header.tensor(PIECES)
         return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
 
     def proof(self) -> dict[str, int]:
-        """A checksum of each tensor as it was at `step`, by name (`proof`); empty: it was saved without
-        one.
-        """
+        """Returns each tensor's checksum as of `step`, by name (`proof`); empty: saved without one."""
         place = self.header.tensor(PROOF)
         if place is None:
             return {}
         return dict(zip(self.stored, read_proof(self.buffer[place.begin : place.end]), strict=True))
 
     def user_blob_bytes(self) -> int:
-        """The length of the user blob. Raises KeyError, ValueError."""
+        """Returns the length of the user blob. Raises KeyError, ValueError."""
         begin, end = self.header.blob(USER_BLOB, USER_BYTES)
         return end - begin
 
@@ -353,8 +345,7 @@ class SlotReader:
         return self.blob(USER_BLOB, USER_BYTES)
 
     def blob(self, name: str, length: str) -> bytes:
-        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError,
-        ValueError."""
+        """Returns the bytes of `name`; metadata `length` has their number. Raises KeyError, ValueError."""
         begin, end = self.header.blob(name, length)
         return self.buffer[begin:end]
 

@@ -36,40 +36,38 @@ class Stateful(Protocol):
 
 
 State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator | random.Random"]
-"""By names of the user's choice. A numpy `Generator` will do as well."""
+"""The script's objects, by names of the user's choice. A numpy `Generator` is possible as well."""
 
 
 class Packed:
-    """The blob of the moment in which this is made: copied then, and written when it is first asked for.
+    """The blob of the moment in which this is created: copied then, and written on first request.
 
-    Writing takes far longer than copying, and training waits only for the copy, of a tensor on a device not
-    even for that. What holds other things than plain values and tensors is written at once, because only its
-    own code knows how to copy it.
+    Writing takes far longer than copying, and training waits only for the copy, and not even for that if a
+    tensor is on a device. What holds other things than plain values and tensors is written at once, because
+    only its own code can copy it.
     """
 
     def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
-        """`fixed`: parts of `facts` that need no copy, because nobody will change them.
+        """Raises NotCapturable if torch.save cannot write `state`, or if it could not be read back.
 
-        Raises NotCapturable if `state` holds something that torch.save cannot write, or that could not be
-        read back.
+        `fixed`: parts of `facts` that need no copy, because they never change.
         """
         self._written: bytes | None = None
         content = {"facts": dict(facts), "random": random_state(), "state": {}}
         for name, holder in state.items():
             content["state"][name] = _state_of(name, holder)
         try:
-            # What `random_state` gave belongs to nobody else.
+            # What `random_state` returned is referenced nowhere else.
             self._content: dict[str, Any] = encoded(
                 {**content, "random": None}, {id(part): part for part in fixed}, _cloned
             )
             self._content["random"] = content["random"]
-        except Exception:  # writing it at once tells what is wrong with it, if anything is
+        except Exception:  # writing it at once raises whatever is wrong with it
             self._content = {}
             self._written = _write_readable(content)
 
     def written(self) -> bytes:
-        """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that
-        before."""
+        """Returns the bytes. One thread at a time may call it; it waits for its own work on the device."""
         if self._written is None:
             buffer = io.BytesIO()
             torch.save(self._content, buffer)
@@ -79,17 +77,19 @@ class Packed:
 
 
 def pack(state: State, facts: Mapping[str, Any]) -> bytes:
-    """The blob of this moment. Raises NotCapturable as `Packed` does."""
+    """Returns the blob of this moment. Raises NotCapturable as `Packed` does."""
     return Packed(state, facts).written()
 
 
 class _NotPlain(Exception):
-    """Something whose copy would have to be made by its own code."""
+    """The value can be copied only by its own code."""
 
 
 def _cloned(value: Any, known: dict[int, Any]) -> torch.Tensor:
-    """A tensor that nothing done to the original can change. Raises _NotPlain. `known` has its memory by the
-    negative address: what shares it must be written as the original would be."""
+    """Returns a clone that nothing done to the original can change. Raises _NotPlain.
+
+    `known` has its memory by the negative address: what shares it must be written as the original would be.
+    """
     if type(value) is not torch.Tensor or not _is_plain(value) or (memory := -value.data_ptr()) in known:
         raise _NotPlain
     copy = known[id(value)] = known[memory] = value.clone()
@@ -97,7 +97,7 @@ def _cloned(value: Any, known: dict[int, Any]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a clone is written like it. What shares memory is not: that is written once."""
+    """Returns whether a clone is written as the original is. Shared memory is not: it is written once."""
     return (
         not tensor.is_meta
         and tensor.layout is torch.strided
@@ -112,30 +112,31 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _write_readable(content: Mapping[str, Any]) -> bytes:
-    """Raises NotCapturable, too, for what could be written, but not read back."""
+    """Writes `content`. Raises NotCapturable, too, for what could be written, but not read back."""
     for name, part in (*content["state"].items(), *content["facts"].items()):
         must_come_back(part, f"state[{name!r}]" if name in content["state"] else name)
     return write_plain(dict(content), "the user state")
 
 
 def unpack(blob: bytes, *, lenient: bool = False) -> dict[str, Any]:
-    """What `pack` was given. Raises NotCapturable if the blob holds more than tensors, plain values and
-    records of what is here; `lenient`: leaves the others as they are."""
+    """Returns what `pack` was given.
+
+    Raises NotCapturable if the blob holds more than tensors, plain values and records of classes that are
+    here; `lenient`: leaves the other records as they are.
+    """
     content: dict[str, Any] = read_plain(blob, "the user state", lenient=lenient)
     return content
 
 
 def capacity_for(length: int, present: int = 0) -> int:
-    """Bytes to keep for a blob of `length`, with headroom, so that the slot's layout stays as it is while it
-    varies."""
+    """Returns the bytes to keep for a blob of `length`, with headroom so that the layout stays the same."""
     if length <= present:
         return present
     return max(_SMALLEST, 1 << (2 * length - 1).bit_length())
 
 
 def put_back(state: State, content: Mapping[str, Any]) -> None:
-    """Load the users' objects and the random number generators. Raises KeyError naming a part that is
-    missing."""
+    """Loads the users' objects and the random generators. Raises KeyError naming a part that is missing."""
     for name, holder in state.items():
         if name not in content["state"]:
             raise KeyError(f"the checkpoint has no state named {name!r}")
@@ -151,8 +152,7 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
 
 
 def is_iterated(holder: Any) -> bool:
-    """Whether it is a loader, a sampler or a stream: their `state_dict` may begin what the loop should
-    begin."""
+    """Returns whether it is a loader, sampler or stream, as its `state_dict` may start the iteration."""
     return (
         isinstance(holder, Stateful) and hasattr(type(holder), "__iter__") and not isinstance(holder, Mapping)
     )
@@ -177,7 +177,7 @@ def _state_of(name: str, holder: Any) -> Any:
 
 
 def find_borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
-    """Name of the first dict that holds one of `tensors`, and not a copy of it; empty: none does."""
+    """Returns the name of the first dict that holds one of `tensors` itself, not a copy; empty: none."""
     found = {
         name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)
     }
@@ -197,12 +197,12 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         and value
         and isinstance(value[0], (torch.Tensor, Mapping, list, tuple))
     ):
-        for each in value:  # of numbers there may be millions
+        for each in value:  # a list of numbers may have millions
             yield from _tensors_in(each)
 
 
 def generator_state(holder: Any) -> Any:
-    """Where a generator of random numbers is, as plain values and tensors; None: it is none."""
+    """Returns the position of a random generator as plain values and tensors; None: it is none."""
     if isinstance(holder, torch.Generator):
         return holder.get_state()
     if (bits := _bit_generator(holder)) is not None:
@@ -211,7 +211,7 @@ def generator_state(holder: Any) -> Any:
 
 
 def set_generator(holder: Any, drawn: Any) -> bool:
-    """Inverse of `generator_state`. False if `holder` is none."""
+    """Restores what `generator_state` returned. Returns False if `holder` is no generator."""
     if isinstance(holder, torch.Generator):
         holder.set_state(drawn)
     elif isinstance(holder, random.Random):
@@ -225,7 +225,7 @@ def set_generator(holder: Any, drawn: Any) -> bool:
 
 
 def _bit_generator(holder: Any) -> Any:
-    """What a numpy `Generator` or `RandomState` draws from; None: it is neither."""
+    """Returns what a numpy `Generator` or `RandomState` draws from; None: it is neither."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -237,7 +237,7 @@ def _bit_generator(holder: Any) -> Any:
 
 
 def _without_arrays(state: Any) -> Any:
-    """A bit generator's state as plain values, which are all that can be read back without running code."""
+    """Returns a bit generator's state as plain values: only these can be read without running code."""
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     if hasattr(state, "tolist"):
@@ -254,7 +254,7 @@ def _with_arrays(state: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """All generators a training loop draws from by default."""
+    """Returns the state of all generators that a training loop draws from by default."""
     version, words, gauss = random.getstate()
     # As tensors: torch.save calls into Python for every plain number, and this runs at every step.
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
@@ -278,7 +278,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _tensor_of(words: tuple[int, ...]) -> torch.Tensor:
-    """`torch.tensor`, without its look at each of the numbers."""
+    """Does what `torch.tensor` does, without its look at each of the numbers."""
     return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
@@ -302,13 +302,13 @@ _NO_STATE = {"_computed", "_forward_cache", "_cache", "training"}
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Whether it keeps its state as torchmetrics does: in attributes that no state_dict shows."""
+    """Returns whether a module keeps its state as torchmetrics does: in attributes no state_dict shows."""
     named = (getattr(module, name, None) for name in ("_defaults", "_persistent"))
     return all(isinstance(each, dict) for each in named) and hasattr(module, "persistent")
 
 
 def keys_of_metrics(model: nn.Module) -> set[str]:
-    """Keys of its state_dict that `MetricStates` keeps: a metric may show copies."""
+    """Returns the state_dict keys that `MetricStates` keeps: a metric may show copies."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -318,18 +318,18 @@ def keys_of_metrics(model: nn.Module) -> set[str]:
 
 
 class MetricStates:
-    """All metrics in some modules, as an object of the script's state."""
+    """Saves all metrics in some modules, as an object of the script's state."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
 
     def found(self) -> dict[str, nn.Module]:
-        """Each, by where it is."""
+        """Returns each metric, by where it is."""
         named = ((name, *each) for name, module in self._modules.items() for each in module.named_modules())
         return {f"{name}.{path}": each for name, path, each in named if is_metric(each)}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Of each its attributes that are numbers and tensors, or lists of them: counts are no states."""
+        """Returns each metric's numbers, tensors, and lists of them: counts are not among its states."""
         return {
             path: {
                 name: _with_tensors(value, torch.Tensor.detach)
@@ -340,7 +340,7 @@ class MetricStates:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Raises KeyError for a metric that only one side has."""
+        """Restores the metrics. Raises KeyError for one that only one side has."""
         found = self.found()
         if different := sorted(found.keys() ^ state.keys()):
             where = "the checkpoint" if different[0] in state else "the script"
@@ -358,7 +358,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _with_tensors(value: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy with other tensors."""
+    """Returns a copy in which `of` has replaced each tensor."""
     if isinstance(value, deque):
         return deque((_with_tensors(each, of) for each in value), value.maxlen)
     if type(value) in (list, tuple):

@@ -1,1 +1,1 @@
-"""Tensors one by one: their parts, samples of their bytes, and how they come off a device."""
+"""Handles single tensors: their parts, samples of their bytes, and copies off a device."""

@@ -1,10 +1,10 @@
-"""Gives streams, marks and page-locked memory for copies off a device, and says how far a copy is.
+"""Provides streams, progress marks and page-locked memory for copies off a device.
 
-The training thread never waits for the device, only its stream does. Of torch's module for the device
-(`torch.cuda`, which is ROCm's too, `torch.xpu`, …), and not of `torch.accelerator`, because a `torch.Event`
+The training thread never waits for the device, only its stream does. Torch's module for the device is used
+(`torch.cuda`, which is ROCm's too, `torch.xpu`, …), and not `torch.accelerator`, because a `torch.Event`
 waits by spinning (torch 2.13).
 
-Page-locking must not fail unnoticed, nor leave its failure to an innocent call. A registration that fails
+Page-locking must not fail unnoticed, nor let its failure surface in another call. A registration that fails
 leaves its error on the thread, and torch reports it at the next kernel that it starts, as if that had failed
 (vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of the driver, so it is done in
 pieces.
@@ -30,18 +30,18 @@ _HOST = {"cpu", "meta"}
 _device = attrgetter("device")
 _PCI = Path("/sys/bus/pci/devices")
 _RELAXED = 2
-"""cudaStreamCaptureModeRelaxed."""
+"""The value of cudaStreamCaptureModeRelaxed."""
 
 
 class Mark(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Returns whether the device has passed it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Waits until the device has passed it."""
         ...
 
 
@@ -54,7 +54,7 @@ class Accelerator:
         self._side: Any = None
 
     def numa_node(self) -> int:
-        """Of the host; -1: not known. Only CUDA's and ROCm's tell where they are plugged in."""
+        """Returns the host's NUMA node; -1: not known, as on devices other than those of CUDA and ROCm."""
         if self._device.type != "cuda":
             return -1
         about = self._module.get_device_properties(self._device)
@@ -65,29 +65,29 @@ class Accelerator:
             AttributeError,
             OSError,
             ValueError,
-        ):  # a torch that does not tell, or a container without /sys
+        ):  # a torch without these properties, or a container without /sys
             return -1
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies on it."""
+        """Returns whether the tensor is on this device."""
         return tensor.device == self._device
 
     # The training thread.
 
     def final(self) -> Mark:
-        """Passes when all that the training stream was given so far is done."""
+        """Returns a mark that passes when all that the training stream was given so far is done."""
         return self._mark(self._module.current_stream(self._device))
 
     def hold(self, mark: Mark) -> None:
-        """What the training stream is given from now on waits for the mark; this thread does not."""
+        """Makes later work of the training stream wait for the mark; this thread does not wait."""
         self._module.current_stream(self._device).wait_event(mark)
 
     # The saver's thread.
 
     def follow(self, mark: Mark) -> None:
-        """What this thread gives the device from now on comes after the mark, in a stream of its own."""
+        """Makes later work of this thread come after the mark, in a stream of its own."""
         if self._side is None:
-            self._module.set_device(self._device)  # of this thread: else it would open the first one as well
+            self._module.set_device(self._device)  # for this thread: else it would open the first one as well
             self._side = self._module.Stream(self._device)
             if self._device.type == "cuda":
                 _leave_captures_alone()
@@ -95,25 +95,25 @@ class Accelerator:
         self._side.wait_event(mark)
 
     def passed(self) -> Mark:
-        """Passes when all that this thread gave the device so far is done."""
+        """Returns a mark that passes when all that this thread gave the device so far is done."""
         return self._mark(self._side)
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy from the device to host memory."""
+        """Begins a copy from the device to host memory."""
         target.copy_(source, non_blocking=True)
 
     # Both.
 
     def room(self, size: int) -> Tensor:
-        """So many bytes of page-locked memory. torch keeps it for the next one who asks."""
+        """Returns `size` bytes of page-locked memory, which torch keeps for the next call."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def put(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy from page-locked memory to the device, in the current stream."""
+        """Begins a copy from page-locked memory to the device, in the current stream."""
         target.copy_(source, non_blocking=True)
 
     def _mark(self, stream: Any) -> Mark:
-        # Blocking: it waits without a core of its own. Others than CUDA's cannot be asked to.
+        # Blocking: it waits without using a core. Only CUDA's events have this option.
         mark: Any = self._module.Event(blocking=True) if self._device.type == "cuda" else self._module.Event()
         mark.record(stream)
         found: Mark = mark
@@ -121,13 +121,12 @@ class Accelerator:
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether looking at what lies there costs no wait for a device."""
+    """Returns whether reading what lies there needs no wait for a device."""
     return device.type in _HOST
 
 
 def accelerator_of(tensors: Iterable[Tensor]) -> Accelerator | None:
-    """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there
-    are several."""
+    """Returns the tensors' accelerator; None: all are in host memory. Raises NotCapturable for several."""
     devices = {device for device in {*map(_device, tensors)} if not on_host(device)}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
@@ -143,15 +142,14 @@ def _accelerator(device: torch.device) -> Accelerator:
 
 
 def _leave_captures_alone() -> None:
-    """Nothing that this thread does may invalidate a CUDA graph that the script is capturing. torch has no
-    call for it."""
+    """Keeps this thread from invalidating a CUDA graph that the script captures. torch has no call for it."""
     mode = ctypes.c_int(_RELAXED)
     for path in runtimes():
         ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def runtimes() -> set[str]:
-    """Files of CUDA's runtime in this process; none on ROCm."""
+    """Returns the files of CUDA's runtime in this process; none on ROCm."""
     return {
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line
     }
@@ -159,12 +157,11 @@ def runtimes() -> set[str]:
 
 PIECE = 256 * 1024 * 1024
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for every CUDA context of this process."""
+"""The value of cudaHostRegisterPortable: for every CUDA context of this process."""
 
 
 def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
-    """Register host memory. The addresses of the pieces, and why there are none; then nothing is left
-    registered."""
+    """Registers host memory. Returns the pieces' addresses; on failure none, with the reason."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     done: list[int] = []
     for begin in range(address, address + size, PIECE):
@@ -182,7 +179,7 @@ def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
 
 
 def release(pieces: Sequence[int]) -> None:
-    """Undo it."""
+    """Unregisters the pieces."""
     if not pieces:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -192,7 +189,7 @@ def release(pieces: Sequence[int]) -> None:
 
 
 def _clear_error() -> None:
-    """Take the error off this thread. torch has no call for it."""
+    """Clears the error of this thread. torch has no call for it."""
     for path in runtimes():
         ctypes.CDLL(path).cudaGetLastError()
 
@@ -203,39 +200,39 @@ class Pending:
 
     step: int
     device: Accelerator | None = None
-    """Where it lies, if not in host memory."""
+    """The device that holds the artifact; None: host memory."""
     ready: Mark | None = None
-    """Of the training stream: what is to be copied is final once the device has passed it."""
+    """A mark of the training stream: what is to be copied is final once the device has passed it."""
     granted: threading.Event = field(default_factory=threading.Event)
     """The copy has begun, or never will."""
     copied: threading.Event = field(default_factory=threading.Event)
-    """No byte of the model is read any more, or of a device's once it has passed `done`."""
+    """No byte of the model is read any more, or, on a device, once that has passed `done`."""
     done: Mark | None = None
-    """Set before `copied`, where a device still has something to read."""
+    """A mark, set before `copied` if a device still has something to read."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     moved: threading.Event = field(default_factory=threading.Event)
     """The next update may have begun: the model is not what was captured any more."""
     cancelled: bool = False
-    """The barrier gave it up, and has counted it."""
+    """True if the barrier gave it up, and has counted it."""
 
     def start(self) -> bool:
-        """Thread: may the copy begin? False once the barrier has given up."""
+        """Returns whether the copy may begin (saver's thread): False once the barrier has given up."""
         with self._lock:
             if not self.cancelled:
                 self.granted.set()
             return not self.cancelled
 
     def cancel(self) -> bool:
-        """Barrier: give up, unless the copy has begun."""
+        """Gives up unless the copy has begun (barrier), and returns whether it did."""
         with self._lock:
             self.cancelled = not self.granted.is_set()
             return self.cancelled
 
     def let_go(self) -> None:
-        """Barrier: the next update is about to begin."""
+        """Marks that the next update is about to begin (barrier)."""
         self.moved.set()
 
     def end(self) -> None:
-        """Thread: whatever happened, the model is free."""
+        """Releases the model, whatever happened (saver's thread)."""
         self.granted.set()
         self.copied.set()

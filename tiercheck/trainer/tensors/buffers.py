@@ -1,8 +1,8 @@
 """Finds the buffers that a delta must carry: statistics and counters that forward changed.
 
-torch's in-place counters do not tell for all of them: batch norm writes its running statistics behind their
-back. So small buffers are always carried; a large one if its counter moved, or that of another buffer of its
-module, or, in host memory, if a sample of its bytes is another one.
+torch's in-place counters do not cover all of them: batch norm writes its running statistics without
+them. So small buffers are always carried; a large one if its counter moved, or that of another buffer of its
+module, or, in host memory, if a sample of its bytes has changed.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from tiercheck.trainer.tensors.samples import Sampler
 log = logging.getLogger("tiercheck")
 
 ALWAYS = 64 * 1024
-"""Bytes of a buffer that is carried without asking."""
+"""Bytes. The largest buffer that is always carried."""
 _NOTHING = 0, 0
 PASSING = "buffers/"
-"""Before the names of buffers that are not persistent."""
+"""The prefix of the names of buffers that are not persistent."""
 
 
 class _TrackedBuffers:
-    """Buffers at their places in modules, listed once (walking all modules at every step would cost more),
-    and which of them were written since `begin`."""
+    """Tracks which buffers of modules were written since `begin`.
+
+    They are listed once: walking all modules at every step would cost more.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, persistent: bool) -> None:
-        """`modules`: each by what comes before the names of its buffers."""
+        """`modules`: each by the prefix of the names of its buffers."""
         self._modules, self._persistent = modules, persistent
         self.begin()
 
     def begin(self) -> None:
-        """Training, or a restore, begins: what was done before, the script will do again."""
+        """Restarts tracking as training or a restore begins: the script will repeat what was done before."""
         self._places = self._list_places()
         self._touched = [False] * len(self._places)
         self._marks = self._read()
 
     def cleared(self) -> list[str]:
-        """Those that held nothing any more when they were last looked at, though they did before."""
+        """Returns the names of buffers that have changed, and were None at the last look."""
         gone = [done and mark == _NOTHING for done, mark in zip(self._touched, self._marks, strict=True)]
         return [name for name, _, _ in compress(self._places, gone)]
 
@@ -54,7 +56,7 @@ class _TrackedBuffers:
             owner[key] = None
 
     def _look(self) -> list[bool]:
-        """Which were written since the last look."""
+        """Returns, for each buffer, whether it was written since the last look."""
         marks = self._read()
         changed = [new != old for new, old in zip(marks, self._marks, strict=True)]
         self._marks, self._touched = marks, list(map(or_, self._touched, changed))
@@ -64,7 +66,7 @@ class _TrackedBuffers:
         return [_mark(owner.get(key)) for _, owner, key in self._places]
 
     def _list_places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
-        """Name, owner and key of each."""
+        """Returns name, owner and key of each buffer."""
         return [
             (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
             for before, model in self._modules.items()
@@ -74,11 +76,11 @@ class _TrackedBuffers:
         ]
 
     def _place_of(self, name: str) -> tuple[dict[str, Tensor | None], str]:
-        """Who keeps the buffer of that name, and under which key; empty: nobody does."""
+        """Returns the dict and key that hold the buffer of that name; empty: none does."""
         return next(((owner, key) for known, owner, key in self._places if known == name), ({}, ""))
 
     def _made(self, value: Tensor) -> Tensor:
-        """A copy on the device of the first of the modules that has one."""
+        """Returns a copy on the device of the first of the modules that has one."""
         return _copy_beside(value, *self._modules.values())
 
 
@@ -97,7 +99,7 @@ class Buffers(_TrackedBuffers):
         self.changed()
 
     def changed(self) -> list[tuple[str, Tensor]]:
-        """Those that may have changed since the last call, by name: the buffers themselves, not copies."""
+        """Returns the buffers that may have changed since the last call, by name; they are not copies."""
         found: list[tuple[str, Tensor]] = []
         large: list[tuple[str, Tensor, int]] = []
         moved = {id(owner) for _, owner, _ in compress(self._places, self._look())}  # modules
@@ -106,7 +108,7 @@ class Buffers(_TrackedBuffers):
             if buffer is None:
                 continue
             if buffer.layout is not torch.strided:
-                found.append((name, buffer))  # whoever stores it says that it cannot
+                found.append((name, buffer))  # storing it will raise
             elif buffer.nbytes <= ALWAYS:
                 found.append((name, local_shard(buffer)))
             else:
@@ -116,7 +118,7 @@ class Buffers(_TrackedBuffers):
         return found + [(name, local_shard(buffer)) for name, buffer, owner in large if owner in moved]
 
     def _written(self, large: Sequence[tuple[str, Tensor, int]]) -> set[int]:
-        """Modules of those whose bytes have changed, where a look at them costs no wait for a device."""
+        """Returns the modules of buffers with changed bytes, as far as a look needs no wait for a device."""
         seen = [
             (buffer, owner)
             for _, buffer, owner in large
@@ -129,20 +131,20 @@ class Buffers(_TrackedBuffers):
         return {owner for (_, owner), old, new in zip(seen, before, sums, strict=True) if old != new}
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """All of them, by name in the model."""
+        """Returns all buffers, by name in the model."""
         return [(name, buffer) for name, owner, key in self._places if (buffer := owner.get(key)) is not None]
 
     def large(self) -> list[tuple[str, Tensor]]:
-        """Those that are not carried without asking."""
+        """Returns the buffers that are not always carried."""
         return [(name, b) for name, b in self.named() if b.layout is torch.strided and b.nbytes > ALWAYS]
 
     def extra(self) -> dict[str, Any]:
-        """What modules add to the state_dict by `get_extra_state`, by its key there."""
+        """Returns what modules add to the state_dict by `get_extra_state`, by its key there."""
         return {name: module.get_extra_state() for name, module in self._extra.items()}
 
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor) -> None:
-        """Write a buffer. Raises NotCapturable if the model has none of that name and shape."""
+        """Writes a buffer. Raises NotCapturable if the model has none of that name and shape."""
         if self._passing.put_back(name, value):
             return
         owner, key = self._place_of(name)
@@ -164,10 +166,10 @@ class Buffers(_TrackedBuffers):
 
 
 class Passing(_TrackedBuffers):
-    """Buffers that are not persistent, so that no state_dict holds them, but that training writes to: the
-    next step depends on them.
+    """Tracks buffers that are in no state_dict (not persistent), but that training writes to.
 
-    Most others are tables that the script makes anew, perhaps on purpose with other values.
+    The next step depends on them. Most others are tables that the script makes anew, perhaps on purpose with
+    other values.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -175,7 +177,7 @@ class Passing(_TrackedBuffers):
         self._warned = False
 
     def looked_for(self) -> list[tuple[str, Tensor]]:
-        """As `written`, with those that a module has made on its way, as some do in their first forward."""
+        """Returns what `written` does, with those that a module made later, as in its first forward."""
         self._look()
         known = {
             (id(owner), key): done for (_, owner, key), done in zip(self._places, self._touched, strict=True)
@@ -188,12 +190,12 @@ class Passing(_TrackedBuffers):
         return self._listed(self._touched)
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """Those that were written since then, by name: the buffers themselves, not copies."""
+        """Returns the buffers that were written since `begin`, by name; they are not copies."""
         self._look()
         return self._listed(self._touched)
 
     def changed(self) -> list[tuple[str, Tensor]]:
-        """Those that were written since the last call of either."""
+        """Returns the buffers that were written since the last call of this or of `written`."""
         return self._listed(self._look())
 
     def _listed(self, chosen: Sequence[bool]) -> list[tuple[str, Tensor]]:
@@ -220,7 +222,7 @@ class Passing(_TrackedBuffers):
 
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor) -> bool:
-        """Write it if it is one of these, in whatever shape training had given it."""
+        """Writes a buffer in its saved shape, if it is one of these. Returns whether it is."""
         owner, key = self._place_of(name)
         buffer = owner.get(key)
         if (
@@ -235,7 +237,7 @@ class Passing(_TrackedBuffers):
 
     @torch.no_grad()
     def make(self, name: str, value: Tensor) -> None:
-        """One that no module has yet: the script would make it in its first forward, with another value."""
+        """Adds a buffer that no module has yet: the script's first forward would give it another value."""
         prefix = max((each for each in self._modules if name.startswith(each)), key=len)
         path, _, key = name.removeprefix(prefix).rpartition(".")
         owner = dict(self._modules[prefix].named_modules()).get(path)
@@ -246,8 +248,7 @@ class Passing(_TrackedBuffers):
 
 
 def take_shape(buffer: Tensor, shape: Sequence[int]) -> Tensor:
-    """Gives a buffer, which stays the same object, memory of that shape, and returns it. Raises NotCapturable
-    if it is sharded or wrapped."""
+    """Gives a buffer memory of that shape, and returns it. Raises NotCapturable if sharded or wrapped."""
     if type(buffer) not in PLAIN:
         raise NotCapturable(f"a buffer of {type(buffer).__name__} cannot take the shape {tuple(shape)}")
     fresh = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
@@ -260,11 +261,11 @@ def _is_small(buffer: Tensor | None) -> bool:
 
 
 def _copy_beside(value: Tensor, *modules: nn.Module) -> Tensor:
-    """A copy on the device of the first of `modules` that has one."""
+    """Returns a copy on the device of the first of `modules` that has one."""
     like = next(chain.from_iterable(module.parameters() for module in modules), value)
     return value.to(like.device, copy=True)
 
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
-    """Another one as soon as it is replaced, or written in place."""
+    """Returns a mark that changes when the buffer is replaced, or written in place."""
     return _NOTHING if buffer is None else (id(buffer), 0 if buffer.is_inference() else buffer._version)

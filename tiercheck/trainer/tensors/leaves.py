@@ -1,4 +1,4 @@
-"""The plain tensors that a tensor consists of, and the names of their dtypes in a slot.
+"""Lists the plain tensors that a tensor consists of, and names their dtypes as a slot does.
 
 A tensor may be sharded, quantised or otherwise wrapped. A slot is a safetensors file, so every dtype needs
 the name that this format gives it.
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from tiercheck.protocol.artifacts.pieces import Piece
 
 PLAIN = {Tensor, nn.Parameter, nn.Buffer}
-"""Classes of tensors whose bytes are all there is."""
+"""The classes of tensors that are nothing but their bytes."""
 
 
 def read_each(attribute: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """An attribute that torch's C++ has of every tensor. A subclass's `__torch_function__` is not asked, nor
-    even looked for: with a sharded tensor the search takes longer than the reading.
+    """Reads an attribute that torch's C++ has of every tensor.
+
+    A subclass's `__torch_function__` is not called, nor even looked for: with a sharded tensor the search
+    takes longer than the reading.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attribute, tensors))
@@ -35,24 +37,23 @@ class NotCapturable(TypeError):
 
 
 class Entry(NamedTuple):
-    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes
-    on."""
+    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied during training."""
 
     name: str
     tensor: Tensor
     lazy: bool
     must_be_finite: bool = False
-    """A parameter, or what the optimizer keeps of it."""
+    """True for a parameter, or what the optimizer keeps of it."""
     origin: Tensor | None = None
-    """What `tensor` is the local shard of, if it is sharded."""
+    """The tensor that `tensor` is the local shard of, or itself; None: not recorded."""
     piece: Piece | None = None
-    """What `tensor` is of the whole; None: this rank's own affair."""
+    """The part of the whole that `tensor` is; None: it is private to this rank."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The bytes this rank owns: the local shard of a DTensor, the tensor itself otherwise.
+    """Returns the bytes this rank owns: the local shard of a DTensor, the tensor itself otherwise.
 
-    Raises NotCapturable for other tensor subclasses, whose meaning is not in their bytes alone.
+    Raises NotCapturable for other tensor subclasses, because their bytes are not their whole meaning.
     """
     plain = _unwrapped(tensor)
     if type(plain) not in PLAIN:
@@ -63,10 +64,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors whose bytes make up this rank's part of a tensor, by their path in it ("" of a plain
-    one).
+    """Yields the plain tensors that make up this rank's part of a tensor, by path ("" of a plain one).
 
-    A wrapper, such as a quantised tensor, consists of others, and says so by `__tensor_flatten__`
+    A wrapper, such as a quantised tensor, consists of others, and lists them by `__tensor_flatten__`
     (torch.utils._python_dispatch). Raises NotCapturable for subclasses that do not.
     """
     shard = _unwrapped(tensor)
@@ -79,16 +79,16 @@ def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it consists of other tensors."""
+    """Returns whether a tensor consists of other tensors."""
     return type(tensor) not in PLAIN and hasattr(_unwrapped(tensor), "__tensor_flatten__")
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """Without what distributes it, or waits for it."""
+    """Returns the tensor without what distributes it, or waits for it."""
     if type(tensor) in PLAIN:
         return tensor
     if hasattr(tensor, "placements"):
-        # Not by `to_local`, whose way through autograd takes twenty times as long.
+        # Not by `to_local`, which goes through autograd and takes twenty times as long.
         local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
         tensor = local
     if hasattr(tensor, "wait"):  # an unfinished collective hides behind an AsyncCollectiveTensor
@@ -97,13 +97,15 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> tuple[torch.device, int]:
-    """Where a plain tensor lies."""
+    """Returns the device and the address of a plain tensor."""
     return tensor.device, tensor.data_ptr()
 
 
 def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Tells whether every byte of a plain tensor is also one of these, however they are cut. Costs nothing
-    until it is asked."""
+    """Returns a test of whether every byte of a plain tensor is also in these, however they are cut.
+
+    The work is done at its first call.
+    """
     listed = list(tensors)
 
     @cache
@@ -130,27 +132,27 @@ def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
 
 
 def _span(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """From its first byte to after its last one."""
+    """Returns the device, the address of the first byte and that after the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return tensor.device, tensor.data_ptr(), tensor.data_ptr() + size
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether it has every element of its memory once, in whatever order."""
+    """Returns whether a tensor has every element of its memory once, in whatever order."""
     _, begin, end = _span(tensor)
     return end - begin == tensor.nbytes
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """Into every element, of which an expanded tensor (`Tensor.expand`) has some many times."""
+    """Writes every element once: an expanded tensor (`Tensor.expand`) has some many times."""
     once = tuple(slice(None) if stride else slice(0, 1) for stride in target.stride())
     target[once].copy_(value[once])
 
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Has what is refused in it named, and a parameter's remedy."""
+    """Adds a name to NotCapturable errors from the block, and a remedy if it is that of a parameter."""
     try:
         yield
     except NotCapturable as error:
@@ -162,7 +164,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> None:
-    """Add what has to be stored of a tensor. Raises NotCapturable, with its name."""
+    """Adds what has to be stored of a tensor. Raises NotCapturable, with its name."""
     with named(name):
         if value.is_meta:
             raise NotCapturable("it has no memory, it is on the meta device")
@@ -191,7 +193,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# What the format has no name for, or torch not in every version. Only our own readers know the former.
+# Dtypes that the format has no name for (only TierCheck reads these), or that not every torch has.
 _NAMES |= {
     dtype: name
     for attribute, name in (
@@ -208,7 +210,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of `dtype`. Raises TypeError if the format has none."""
+    """Returns safetensors' name of `dtype`. Raises TypeError if the format has none."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -216,7 +218,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`. Raises TypeError if torch has no such dtype."""
+    """Returns the dtype of that name. Raises TypeError if torch has no such dtype."""
     try:
         return _DTYPES[name]
     except KeyError:

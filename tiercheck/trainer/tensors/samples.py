@@ -1,8 +1,8 @@
-"""Samples a few bytes of every tensor at each step, to tell whether it is what it was.
+"""Samples a few bytes of every tensor at each step, to detect whether it has changed.
 
-Torch's in-place counters miss what is written through `.data`, by a replayed graph, or by a kernel of
-somebody's own. Bytes tell. Of every 16 MiB sixteen runs are looked at, evenly spread and always the same, so
-that two samples of equal shapes can be compared wherever and whenever they were taken.
+Torch's in-place counters miss what is written through `.data`, by a replayed graph, or by a custom kernel.
+The bytes show it. Of every 16 MiB sixteen runs are sampled, evenly spread and always the same, so that two
+samples of equal shapes can be compared wherever and whenever they were taken.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ from torch import Tensor
 
 _CHUNK = 16 * 1024 * 1024
 _RUNS, _RUN = 16, 128
-"""Runs in each chunk, and bytes in each run: a multiple of every element's size."""
+"""The number of runs in each chunk, and bytes in each run: a multiple of every element's size."""
 
 _size = attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen, still on the tensors' own devices."""
+    """The sampled bytes, still on the tensors' own devices."""
 
     _groups: tuple[Tensor, ...]
     _places: tuple[tuple[int, int, int], ...]
-    """Of each tensor: its group (-1: there is nothing to see), and its bytes there."""
+    """The group of each tensor (-1: it has no bytes to sample), and its bytes there."""
 
     @cached_property
     def sums(self) -> list[int]:
-        """A checksum for each tensor. Waits for the device."""
+        """Returns a checksum for each tensor. Waits for the device."""
         contents = list(map(content, self._groups))
         return [
             zlib.crc32(contents[group][begin:end]) if group >= 0 else 0 for group, begin, end in self._places
         ]
 
     def sum(self) -> int:
-        """One checksum for all of them."""
+        """Returns one checksum for all of them."""
         return zlib.crc32(b"".join(map(content, self._groups)))
 
     def equals(self, other: Sample) -> bool:
-        """Whether the same was seen of the same number of tensors. For tensors in host memory."""
+        """Returns whether the same bytes were sampled at the same places. For tensors in host memory."""
         return self._places == other._places and all(map(torch.equal, self._groups, other._groups))
 
 
 @dataclass(frozen=True)
 class _Odd:
-    """A tensor whose elements do not lie in order: they are looked up one by one."""
+    """A tensor with elements that do not lie in order: they are looked up one by one."""
 
     tensor: Tensor
     index: tuple[Tensor, ...]
 
 
 class Sampler:
-    """Takes samples of one list of tensors, which rarely changes: where to look is found out once. Of one
-    thread."""
+    """Samples one list of tensors, and looks for the places only when it changes. For one thread."""
 
     def __init__(self) -> None:
         self._known: list[Any] = []
@@ -69,11 +68,11 @@ class Sampler:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> Sample:
-        """`tensors`: plain ones. What is read is read in the order of the current stream."""
+        """Samples plain tensors. Bytes are read in the order of the current stream."""
         try:
-            # What is looked at is kept alive, so that its address is nobody else's.
+            # The sampled memory is kept alive, so that no other tensor gets its address.
             known = [*map(Tensor.data_ptr, tensors), *map(_size, tensors), *map(Tensor.stride, tensors)]
-        except RuntimeError:  # one of them has no memory that could be looked at
+        except RuntimeError:  # one of them has no memory to look at
             known = []
         if known != self._known or not known:
             self._look_around(tensors)
@@ -99,13 +98,13 @@ class Sampler:
 
 
 def content(seen: Tensor) -> bytes:
-    """The bytes of what was seen, a tensor of bytes. Waits for the device."""
+    """Returns the bytes of a sampled tensor of bytes. Waits for the device."""
     there = seen.cpu().contiguous()
     return ctypes.string_at(there.data_ptr(), there.numel())
 
 
 def _read(group: Any) -> list[Tensor]:
-    """Of one kind of parts, as `_look_around` sorts them."""
+    """Reads one kind of parts, as `_look_around` sorts them."""
     return (
         [odd.tensor[odd.index].view(-1).view(torch.uint8) for odd in group]
         if type(group[0]) is _Odd
@@ -114,7 +113,7 @@ def _read(group: Any) -> list[Tensor]:
 
 
 def _part(tensor: Tensor) -> Tensor | _Odd:
-    """Runs of its bytes as rows, or all of them if they are few."""
+    """Returns runs of a tensor's bytes as rows, or all its bytes if they are few."""
     size, element = tensor.nbytes, tensor.element_size()
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if size < _RUNS * _RUN:

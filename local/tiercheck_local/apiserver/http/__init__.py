@@ -1,1 +1,1 @@
-"""What a client of the API server meets: paths, verbs, discovery, watches and the forms of answers."""
+"""Serves the API to clients: paths, verbs, discovery, watches and the forms of answers."""

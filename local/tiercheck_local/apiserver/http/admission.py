@@ -1,8 +1,8 @@
 """Calls mutating admission webhooks about new objects, and applies what they change.
 
-The part of admissionregistration.k8s.io/v1 that attach mode rests on: creations, selectors, JSON patches,
-warnings, timeouts, failure and reinvocation policies. Webhooks are found by `url` only, because there is no
-network of Services here; one with a `service` counts as one that cannot be reached.
+It implements the part of admissionregistration.k8s.io/v1 that attach mode needs: creations, selectors, JSON
+patches, warnings, timeouts, failure and reinvocation policies. Webhooks are found by `url` only, because
+there is no network of Services here; one with a `service` counts as one that cannot be reached.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class _Unreachable(Exception):
 
 
 async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
-    """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not
-    be left out."""
+    """Returns the call with its object as webhooks changed it.
+
+    Raises ApiError if a webhook denies it, or fails and must not be ignored."""
     resource = target.resource
     configurations = sorted(objects.storage.items(WEBHOOKS.collection, ""))
     hooks = [hook for _, each in configurations for hook in each.get("webhooks") or []]
@@ -60,7 +61,7 @@ async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> Ap
 
 
 def _as_sent(resource: Resource, namespace: str, given: Object) -> Object:
-    """Webhooks see the object with the server's defaults."""
+    """Returns the object as webhooks see it: with the server's defaults."""
     value = copy.deepcopy(given)
     value.setdefault("apiVersion", resource.api_version)
     value.setdefault("kind", resource.kind)
@@ -138,14 +139,14 @@ async def _ask(hook: Object, target: Target, call: ApiCall, value: Object) -> Ob
     try:
         patched = json_patch(value, json.loads(base64.b64decode(response["patch"], validate=True)))
     except (ValueError, ApiError) as error:
-        # A patch that cannot be applied is an error of the request, whatever the failure policy says.
+        # A patch that cannot be applied is an error of the request under every failure policy.
         raise errors.ApiError(500, "InternalError", f"Internal error occurred: {error}") from error
     assert isinstance(patched, dict)
     return patched
 
 
 async def _answer(hook: Object, review: Object) -> Object:
-    """The `response` of the webhook's AdmissionReview. Raises _Unreachable."""
+    """Returns the `response` of the webhook's AdmissionReview. Raises _Unreachable."""
     client: dict[str, Any] = hook.get("clientConfig") or {}
     seconds = int(hook.get("timeoutSeconds") or _DEFAULT_TIMEOUT)
     if not client.get("url"):

@@ -1,4 +1,4 @@
-"""What clients ask first: which groups, versions and resources are there, and their schemas.
+"""Answers what clients request first: groups, versions and resources, and their schemas.
 
 OpenAPI documents go as far as kubectl reads them, for validation and `explain`.
 """
@@ -32,7 +32,7 @@ _SUBRESOURCES = {
 
 
 def core_versions(address: str) -> Object:
-    """`/api`"""
+    """Returns `/api`."""
     return {
         "kind": "APIVersions",
         "versions": ["v1"],
@@ -41,7 +41,7 @@ def core_versions(address: str) -> Object:
 
 
 def groups(registry: Registry) -> Object:
-    """`/apis`"""
+    """Returns `/apis`."""
     return {
         "kind": "APIGroupList",
         "apiVersion": "v1",
@@ -50,7 +50,7 @@ def groups(registry: Registry) -> Object:
 
 
 def group(registry: Registry, name: str) -> Object | None:
-    """`/apis/<group>`"""
+    """Returns `/apis/<group>`."""
     versions = registry.groups().get(name)
     return {"kind": "APIGroup", "apiVersion": "v1", **_group(name, versions)} if versions else None
 
@@ -61,7 +61,7 @@ def _group(name: str, versions: list[str]) -> Object:
 
 
 def resources(registry: Registry, group_name: str, version: str) -> Object | None:
-    """`/api/v1` and `/apis/<group>/<version>`"""
+    """Returns `/api/v1` or `/apis/<group>/<version>`."""
     found = registry.of(group_name, version)
     if not found:
         return None
@@ -102,7 +102,7 @@ def _entries(resource: Resource) -> list[Object]:
 
 
 def openapi_index(registry: Registry) -> Object:
-    """`/openapi/v3`"""
+    """Returns `/openapi/v3`."""
     versions = sorted({(r.group, r.version) for r in registry})
     return {"paths": {_folder(g, v): {"serverRelativeURL": _url(registry, g, v)} for g, v in versions}}
 
@@ -119,7 +119,7 @@ def _url(registry: Registry, group: str, version: str) -> str:
 
 
 def openapi(registry: Registry, group: str, version: str) -> Object:
-    """`/openapi/v3/<group-version>`"""
+    """Returns `/openapi/v3/<group-version>`."""
     paths: Object = {}
     schemas: Object = {}
     for resource in registry.of(group, version):

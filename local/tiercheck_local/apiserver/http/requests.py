@@ -1,4 +1,4 @@
-"""One HTTP request on a resource, carried out: parameters and body in, status code and body out."""
+"""Carries out one HTTP request on a resource: parameters and body in, status code and body out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tiercheck_operator.model.status import rfc3339
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7386)."""
+    """Applies a JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -41,7 +41,7 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def strategic_merge(target: Any, patch: Any) -> Any:
-    """A strategic merge patch without lists is a merge patch. Raises ApiError 415 for one with lists."""
+    """Applies a strategic merge patch as a merge patch. Raises ApiError 415 for one with lists."""
     if _has_lists(patch):
         raise unsupported_media_type(["application/merge-patch+json", "application/json-patch+json"])
     return merge(target, patch)
@@ -54,7 +54,7 @@ def _has_lists(patch: Any) -> bool:
 
 
 def json_patch(target: Any, operations: Any) -> Any:
-    """JSON patch (RFC 6902). Raises ApiError: 422 if an operation cannot be applied, 400: malformed."""
+    """Applies a JSON patch (RFC 6902). Raises ApiError: 422 if it cannot be applied, 400 if malformed."""
     if not isinstance(operations, list):
         raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
     result = copy.deepcopy(target)
@@ -62,7 +62,7 @@ def json_patch(target: Any, operations: Any) -> Any:
         try:
             result = _apply(result, operation)
         except (KeyError, IndexError, ValueError, TypeError) as error:
-            # The real server does not say which operation failed either.
+            # The real server does not name the operation that failed either.
             raise ApiError(
                 422, "Invalid", "the server rejected our request due to an error in our request", {}
             ) from error
@@ -126,7 +126,7 @@ def _remove(root: Any, path: list[str]) -> Any:
 
 
 def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
-    """Give the pod its node, once. Raises ApiError 404, 409."""
+    """Gives the pod its node, once. Raises ApiError 404, 409."""
     if (binding.get("metadata") or {}).get("name") != key[1]:
         raise errors.bad_request("name in URL does not match name in Binding object")
     pod = objects.get(PODS, *key)
@@ -153,7 +153,7 @@ def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
 
 
 def evict(objects: ApiObjects, key: Key, eviction: Object, options: DeleteOptions) -> Object:
-    """Delete the pod, saying why, unless a disruption budget forbids it. Raises ApiError 404, 409, 429."""
+    """Deletes the pod and records why, unless a budget forbids it. Raises ApiError 404, 409, 429."""
     pod = objects.get(PODS, *key)
     name = (eviction.get("metadata") or {}).get("name", key[1])
     if name != key[1]:
@@ -227,7 +227,7 @@ _RETURNS_DELETED = frozenset({"/pods", "/services", "/serviceaccounts", "/namesp
 
 @dataclass
 class ApiCall:
-    """What the client sent. `warnings` is filled while the call is carried out."""
+    """A client's request. `warnings` is filled while the request is carried out."""
 
     method: str
     query: Mapping[str, str]
@@ -236,7 +236,7 @@ class ApiCall:
     warnings: list[str] = field(default_factory=list)
 
     def parsed(self) -> Any:
-        """The body of a POST, PUT or DELETE. Raises ApiError 400, 415."""
+        """Returns the body of a POST, PUT or DELETE. Raises ApiError 400, 415."""
         if not self.body:
             return {}
         try:
@@ -255,7 +255,7 @@ class ApiCall:
 
 
 def selection(target: Target, query: Mapping[str, str]) -> Predicate:
-    """The objects that the selectors of a list or watch leave. Raises ApiError 400."""
+    """Returns a predicate for the selectors of a list or watch. Raises ApiError 400."""
     terms: list[Predicate] = []
     if query.get("labelSelector"):
         terms.append(label_predicate(query["labelSelector"]))
@@ -269,7 +269,7 @@ def selection(target: Target, query: Mapping[str, str]) -> Predicate:
 
 
 def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> tuple[int, Object]:
-    """Raises ApiError."""
+    """Returns the status code and the body of the answer. Raises ApiError."""
     resource = target.resource
     verb = (call.method, bool(target.name), target.subresource)
     if call.method == "POST" and target.subresource in ("binding", "eviction"):
@@ -343,7 +343,7 @@ def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCal
     old = objects.get(resource, *key)
     patched = apply(old, patch)
     if isinstance(patched, dict) and not (patched.get("metadata") or {}).get("resourceVersion"):
-        # A patch is its own read-modify-write: what it does not mention it does not contradict.
+        # A patch is its own read-modify-write: if it has no version, it cannot conflict.
         version = {"resourceVersion": old["metadata"]["resourceVersion"]}
         patched = {**patched, "metadata": {**(patched.get("metadata") or {}), **version}}
     return objects.replace(resource, key, patched, target.subresource, call.options)

@@ -1,4 +1,4 @@
-"""The HTTP side: paths and headers around `requests`, and watches as streams."""
+"""Serves HTTP: paths and headers around `requests`, and watches as streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOOKMARK_SECONDS = 55.0
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """`version` None or 0: begin with the objects that exist, as if they were just added."""
+    """The options of a watch. If `version` is None or 0, existing objects come first, as if just added."""
 
     version: int | None
     bookmarks: bool
@@ -37,7 +37,7 @@ class WatchOptions:
 async def stream(
     storage: ObjectStorage, view: ResponseView, namespace: str, selects: Predicate, options: WatchOptions
 ) -> AsyncIterator[bytes]:
-    """The lines of a watch response. A history that is no longer kept gives one ERROR event (410)."""
+    """Yields the lines of a watch response; for a history that is not kept, one ERROR event (410)."""
     encoder = _Encoder(view)
     collection = view.resource.collection
     queue: asyncio.Queue[Change] = asyncio.Queue()
@@ -94,7 +94,7 @@ class _Encoder:
         kind = "MODIFIED" if before and after else "ADDED" if after else "DELETED"
         shown = change.object
         if kind == "DELETED" and change.type != "DELETED" and change.previous is not None:
-            # It left the selection: the client gets what it knew, at the version at which it left.
+            # It left the selection: the client gets the state it had, at the version at which it left.
             version = change.object["metadata"]["resourceVersion"]
             shown = {
                 **change.previous,
@@ -134,7 +134,7 @@ _PUBLIC = (*_HEALTH, "/version")
 
 
 def application(storage: ObjectStorage, token: str) -> web.Application:
-    """The whole server. Whoever shows the token may do everything, others may ask how it is."""
+    """Returns the whole server. Clients with the token may do everything, others read health and version."""
     app = web.Application(client_max_size=_LARGEST_BODY)
     handler = _Handler(ApiObjects(storage), token)
     app.router.add_route("*", "/{path:.*}", handler.answer)
@@ -154,7 +154,7 @@ class _Handler:
             return _json(error.status(), error.code, headers)
 
     def _check_caller(self, path: str, request: web.Request) -> None:
-        """Other users of the machine, and web pages that were given a name for 127.0.0.1, are strangers."""
+        """Rejects other users of the machine, and web pages under a name that resolves to 127.0.0.1."""
         if (request.url.host or "") not in _OWN_HOSTS:
             raise errors.ApiError(403, "Forbidden", f"this server is not {request.host!r}")
         # The scheme's case does not matter (RFC 9110, 11.1); the official client writes it small inside of a
@@ -178,8 +178,8 @@ class _Handler:
         )
         if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
             return await self._watch(request, target, chosen)
-        # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in
-        # one piece.
+        # The body is read whole, and webhooks are called, before anything is done, so a call is carried out
+        # in one piece.
         content_type = request.content_type if request.body_exists else ""
         call = ApiCall(request.method, request.query, content_type, await request.read())
         call = await admit_object(self._objects, target, call)
@@ -191,7 +191,7 @@ class _Handler:
         return response
 
     def _information(self, path: str, request: web.Request) -> web.Response | None:
-        """Everything that is not a resource: health, version, discovery, OpenAPI."""
+        """Answers everything that is not a resource: health, version, discovery, OpenAPI."""
         registry, parts = self._objects.registry, path.strip("/").split("/")
         if path in _HEALTH:
             return web.Response(text="ok")
@@ -242,7 +242,7 @@ class _Handler:
             async for line in lines:
                 await response.write(line)
         except (ConnectionResetError, ConnectionAbortedError):
-            return response  # the client went away; nobody is left to tell
+            return response  # the client went away
         finally:
             await lines.aclose()  # type: ignore[attr-defined]
         await response.write_eof()

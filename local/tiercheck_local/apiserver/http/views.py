@@ -1,4 +1,4 @@
-"""How objects leave the server: as JSON, as a list, or as the rows that `kubectl get` prints."""
+"""Formats objects for clients: as JSON, as a list, or as the rows that `kubectl get` prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Column = tuple[Object, Cell]
 def table(
     resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True
 ) -> Object:
-    """A meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
+    """Returns a meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
     columns = _columns(resource)
     return {
         "kind": "Table",
@@ -57,7 +57,7 @@ def _at(*path: str, default: Any = "<none>") -> Cell:
 
 
 def age_of(timestamp: str | None, unset: str = "<unknown>") -> str:
-    """Time since then as kubectl writes it: 5s, 2m3s, 3h, 4d."""
+    """Returns the time since then as kubectl writes it: 5s, 2m3s, 3h, 4d."""
     if not timestamp:
         return unset
     seconds = int((datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
@@ -209,7 +209,7 @@ _STEP = re.compile(
 
 
 def find(value: Any, path: str) -> list[Any]:
-    """All that `path` leads to; empty: it leads nowhere. Raises ValueError on a path outside the subset."""
+    """Returns all values at `path`; empty: there is none. Raises ValueError on a path outside the subset."""
     path = path.strip("{}")
     found, at = [value], 0
     while at < len(path):
@@ -244,7 +244,7 @@ def dump(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class ResponseView:
-    """What one client wants to see of one resource."""
+    """The form in which one client requested one resource."""
 
     resource: Resource
     as_table: bool = False
@@ -252,7 +252,7 @@ class ResponseView:
 
     @property
     def name(self) -> str:
-        """Equal for views that encode alike."""
+        """Returns a name that is equal for views with the same encoding."""
         return f"{self.resource.api_version}{self.as_table}{self.include}"
 
     def one(self, value: Object, headers: bool = True) -> Object:
@@ -268,7 +268,7 @@ class ResponseView:
         if self.as_table:
             found = table(self.resource, values, metadata["resourceVersion"], self.include)
             return {**found, "metadata": metadata}
-        # Items of built-in lists carry no kind, as the list says it.
+        # Items of built-in lists carry no kind, as the list has it.
         said = () if self.resource.custom else ("kind", "apiVersion")
         items = [{key: each for key, each in value.items() if key not in said} for value in values]
         kind, version = self.resource.kind + "List", self.resource.api_version
@@ -281,7 +281,7 @@ class ResponseView:
 
 
 def view(resource: Resource, accept: str, include: str) -> ResponseView:
-    """The first form in an Accept header that this server can write."""
+    """Returns the first form in an Accept header that this server can write."""
     for choice in accept.split(","):
         words = [word.strip() for word in choice.split(";")]
         if words[0] not in ("application/json", "*/*", "application/*", ""):

@@ -1,1 +1,1 @@
-"""What objects must look like: built-in kinds, CRDs, their schemas and rules."""
+"""Validates objects: built-in kinds, CRDs, their schemas and rules."""

@@ -1,6 +1,6 @@
 """Adds the server's defaults to built-in objects, and refuses changes that it would refuse.
 
-Only the part of the real server's defaults and checks that clients of this project can notice.
+It covers the part of the real server's defaults and checks that clients of this project can notice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEY_RULE = (
 
 
 def name_faults(collection: str, name: str, field: str = "metadata.name") -> list[FieldCause]:
-    """Why `name` cannot be the name of an object in this collection."""
+    """Returns the reasons why `name` cannot be the name of an object in this collection."""
     if collection in _DNS_LABEL_NAMES:
         limit, pattern, rule = 63, DNS_LABEL, DNS_LABEL_RULE
     else:
@@ -52,7 +52,7 @@ def name_faults(collection: str, name: str, field: str = "metadata.name") -> lis
 
 
 def metadata_faults(metadata: Object) -> list[FieldCause]:
-    """What is wrong with the rest of the metadata."""
+    """Returns what is wrong with the rest of the metadata."""
     return [*_label_faults(metadata), *_annotation_faults(metadata), *_owner_faults(metadata)]
 
 
@@ -144,7 +144,7 @@ def _tolerates_no_execute(toleration: Object, key: str) -> bool:
 
 
 def _quality(spec: Object) -> str:
-    """QoS class: Guaranteed if every container's cpu and memory limits equal its requests."""
+    """Returns the QoS class: Guaranteed if every container's cpu and memory limits equal its requests."""
     guaranteed, any_set = True, False
     for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
         limits = container["resources"].get("limits") or {}
@@ -234,7 +234,7 @@ def _event_faults(event: Object) -> list[FieldCause]:
 
 
 def check_types(kind: str, value: Object) -> None:
-    """Refuse maps of strings that hold anything else. Raises ApiError 400."""
+    """Raises ApiError 400 if a ConfigMap or Secret has a value that is no string, or not base64."""
     if kind not in ("ConfigMap", "Secret"):
         return
     for field in ("data", "stringData", "binaryData"):
@@ -270,7 +270,7 @@ _ON_CREATE: dict[str, Callable[[Object], None]] = {
 
 
 def prepare_new(collection: str, value: Object) -> list[FieldCause]:
-    """Set in place what the server sets on a new built-in object. Returns what is wrong with it."""
+    """Sets in place what the server sets on a new built-in object. Returns what is wrong with it."""
     if collection in _ON_CREATE:
         _ON_CREATE[collection](value)
     if collection == "/pods":
@@ -281,7 +281,7 @@ def prepare_new(collection: str, value: Object) -> list[FieldCause]:
 
 
 def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause]:
-    """The same for a change of the main resource. Returns the changes that are not allowed."""
+    """Does the same for a change of the main resource. Returns the changes that are not allowed."""
     if collection == "/secrets":
         _secret_defaults(new)
         if new["type"] != old["type"]:

@@ -1,7 +1,7 @@
-"""The rules of a CRD (`x-kubernetes-validations`), written in CEL and run by celpy.
+"""Runs the rules of a CRD (`x-kubernetes-validations`), written in CEL, with celpy.
 
-Evaluating a rule costs about a millisecond, and most writes change a small part of an object, so an answer is
-remembered by rule and by the values it was given.
+Evaluating a rule costs about a millisecond, and most writes change a small part of an object, so results are
+cached by rule and input values.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _compared(one: Any, other: Any) -> IntType:
 
 
 _QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
-"""The part of the API server's functions that our rules use; a quantity is a whole number of thousandths."""
+"""The part of the API server's functions that our rules use; a quantity is counted in thousandths."""
 
 
 class BadRule(ValueError):
-    """The text is not CEL."""
+    """The text is not valid CEL."""
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +77,7 @@ class Rules:
             _program(rule["messageExpression"])
 
     def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
-        """One cause per broken rule, from the root down. Transition rules need an old value in its place."""
+        """Yields one cause per broken rule, from the root down. Transition rules need an old value there."""
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
@@ -117,7 +117,7 @@ class Rules:
 
 
 def _needed(rule: Object, value: Any) -> Any:
-    """The fields of `value` that the rule can look at; without the others, more answers are known already."""
+    """Returns the fields of `value` that the rule can read; without the others, the cache has more hits."""
     if not isinstance(value, dict):
         return value
     fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))
@@ -126,14 +126,14 @@ def _needed(rule: Object, value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _fields_read(text: str) -> tuple[str, ...] | None:
-    """None: it uses `self` as a whole."""
+    """Returns the fields that the rule reads; None if it uses `self` as a whole."""
     words = re.findall(r"\b(?:self|oldSelf)\b(?:\.(\w+)\b(?!\s*\())?", text)
     return None if "" in words else tuple(sorted(set(words)))
 
 
 @lru_cache(maxsize=4096)
 def _problem(rule: str, expression: str | None, message: str, value: str, old: str | None) -> str | None:
-    """None if the rule holds, else the sentence to show. `value` and `old` are JSON."""
+    """Returns None if the rule holds, else the sentence to show. `value` and `old` are JSON."""
     known = {"self": json_to_cel(json.loads(value))}
     if old is not None:
         known["oldSelf"] = json_to_cel(json.loads(old))
@@ -149,7 +149,7 @@ def _problem(rule: str, expression: str | None, message: str, value: str, old: s
 
 
 def _visible(value: Any, root: bool) -> Any:
-    """Of an object's metadata, rules at the root may see only the names."""
+    """Returns what rules may see of an object: at the root, only the names of its metadata."""
     if not root or not isinstance(value, dict):
         return value
     metadata = value.get("metadata") or {}
@@ -157,7 +157,7 @@ def _visible(value: Any, root: bool) -> Any:
 
 
 def _matched(value: list[Any], old: Any, schema: Object) -> list[Any]:
-    """For each item its predecessor. Only the items of a list-map can be recognised again."""
+    """Returns the predecessor of each item. Only the items of a list-map can be recognised again."""
     keys = schema.get("x-kubernetes-list-map-keys")
     if schema.get("x-kubernetes-list-type") != "map" or not keys or not isinstance(old, list):
         return [None] * len(value)

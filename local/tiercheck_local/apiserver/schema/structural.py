@@ -1,4 +1,4 @@
-"""Applies structural schemas of CRDs: prunes, fills in defaults, and says what is wrong."""
+"""Applies structural schemas of CRDs: prunes, fills in defaults, and reports errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def prune(value: Any, schema: Object, path: str = "", root: bool = False) -> tuple[Any, list[str]]:
-    """`value` without the fields that the schema does not name, and the paths of those fields. Nulls in
-    fields that are not nullable count as absent, as the real server has it.
+    """Returns `value` without the fields that the schema does not name, and the paths of those fields.
 
-    At the root, apiVersion, kind and metadata are the server's own and always stay.
+    Nulls in fields that are not nullable count as absent, as in the real server. At the root, apiVersion,
+    kind and metadata are the server's own and always stay.
     """
     unknown: list[str] = []
     return _prune(value, schema, path, root, unknown), unknown
@@ -65,7 +65,7 @@ def _prune(value: Any, schema: Object, path: str, root: bool, unknown: list[str]
 
 
 def fill_defaults(value: Any, schema: Object) -> Any:
-    """`value` with defaults where a field is absent. Defaults of defaults are filled too."""
+    """Returns `value` with defaults where a field is absent. Defaults of defaults are filled too."""
     if isinstance(value, list):
         return [fill_defaults(item, schema.get("items", {})) for item in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def fill_defaults(value: Any, schema: Object) -> Any:
 
 
 def faults(value: Any, schema: Object, path: str = "") -> list[FieldCause]:
-    """Everything that is wrong with `value`, CEL rules aside."""
+    """Returns everything that is wrong with `value`, CEL rules aside."""
     return list(_faults(value, schema, path))
 
 
@@ -223,7 +223,7 @@ def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCau
 
 
 def _count_faults(count: int, schema: Object, path: str, what: str) -> Iterator[FieldCause]:
-    """`what`: items or properties."""
+    """Checks the number of items or properties (`what`)."""
     most, least = (schema.get(f"{bound}{what.title()}") for bound in ("max", "min"))
     if most is not None and count > most:
         yield FieldCause(path, f"Too many: {count}: must have at most {most} items", "FieldValueTooMany")
@@ -265,7 +265,7 @@ _NOT_CHECKED = FieldCause(
 
 @dataclass(frozen=True, eq=False)
 class CustomVersion:
-    """What one version of a CRD says about its objects."""
+    """The definition of one version of a CRD."""
 
     schema: Object
     rules: Rules
@@ -274,14 +274,14 @@ class CustomVersion:
     selectable: frozenset[str]
 
     def accept(self, value: Object) -> tuple[Object, list[str]]:
-        """`value` pruned and with defaults, and the paths of the fields that were unknown."""
+        """Returns `value` pruned and with defaults, and the paths of the fields that were unknown."""
         pruned, unknown = prune(value, self.schema, root=True)
         body = {k: v for k, v in pruned.items() if k not in ("apiVersion", "kind", "metadata")}
         own = {k: pruned[k] for k in ("apiVersion", "kind", "metadata") if k in pruned}
         return {**own, **fill_defaults(body, self.schema)}, unknown
 
     def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
-        """What is wrong with `value`. Rules run only on a value of the right shape, as they may assume it."""
+        """Returns what is wrong with `value`. Rules run only on a value of the shape that they assume."""
         body = {k: v for k, v in value.items() if k not in ("apiVersion", "kind", "metadata")}
         found = faults(body, self.schema)
         if any(cause.reason in _BLOCKING for cause in found):

@@ -1,1 +1,1 @@
-"""What the API server keeps, and what may be done to it."""
+"""Stores the API server's objects, and reads, changes and selects them."""

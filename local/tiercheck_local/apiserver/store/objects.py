@@ -1,6 +1,7 @@
 """Creates, changes and deletes objects, in the two or three steps that Kubernetes deletes in.
 
-The verbs of the API over Storage, without HTTP. Arguments are fresh objects that may be kept and changed.
+It implements the verbs of the API over ObjectStorage, without HTTP. Arguments are fresh objects that may be
+kept and changed.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _ETERNAL = ("default", "kube-system", "kube-public")
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What a client may ask of a write. `validation` is Strict, Warn or Ignore."""
+    """The options of a write. `validation` is Strict, Warn or Ignore."""
 
     dry_run: bool = False
     validation: str = "Warn"
     patched: bool = False
-    """The object was made by applying a patch to the stored one."""
+    """True if the object was made by applying a patch to the stored one."""
     warn: Callable[[str], None] = lambda _: None
 
 
@@ -80,7 +81,7 @@ class ApiObjects:
     def create(
         self, resource: Resource, namespace: str, value: Object, options: WriteOptions = WriteOptions()
     ) -> Object:
-        """Raises ApiError 403, 404 (no such namespace), 409 or 422."""
+        """Creates an object. Raises ApiError 400, 403, 404 (no such namespace), 409 or 422."""
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
         given = metadata.get("namespace")
@@ -123,7 +124,7 @@ class ApiObjects:
         part: str = "",
         options: WriteOptions = WriteOptions(),
     ) -> Object:
-        """Write `value` over the stored object. `part`: "" or "status". An unchanged one costs no version."""
+        """Replaces the stored object. `part`: "", "status" or "finalize". No new version if unchanged."""
         old = self.get(resource, *key)
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
@@ -156,7 +157,7 @@ class ApiObjects:
         return self._after_write(resource, self.storage.put(resource.collection, key, value))
 
     def delete(self, resource: Resource, key: Key, options: DeleteOptions) -> tuple[Object, bool]:
-        """The object's last state, and whether it is gone (else it waits for grace period or finalizers)."""
+        """Returns the last state, and whether the object is gone (else it waits for grace or finalizers)."""
         old = self.get(resource, *key)
         if resource.collection == "/namespaces" and key[1] in _ETERNAL:
             raise errors.forbidden("namespaces", "", key[1], "this namespace may not be deleted")
@@ -329,7 +330,7 @@ class ApiObjects:
 
 
 def _drop_empty(metadata: Object) -> None:
-    """No labels and an empty map of labels are the same, and written as the former."""
+    """Removes empty maps and lists, which mean the same as none."""
     for field in ("labels", "annotations", "finalizers", "ownerReferences"):
         if field in metadata and not metadata[field]:
             del metadata[field]
@@ -342,12 +343,12 @@ def _has_generation(resource: Resource) -> bool:
 
 
 def _content(value: Object) -> str:
-    """What a generation counts: everything that is neither metadata nor status."""
+    """Returns what a generation counts: everything that is neither metadata nor status."""
     return json.dumps({k: v for k, v in value.items() if k not in ("metadata", "status")}, sort_keys=True)
 
 
 def _restricted(resource: Resource, value: Object, old: Object, part: str) -> Object:
-    """`value` with what this endpoint must not touch taken from `old`."""
+    """Returns `value` with what this endpoint must not change taken from `old`."""
     separate = "status" in resource.subresources
     if part == "status":
         if resource.custom:
@@ -379,7 +380,7 @@ def _finalizer_faults(value: Object, old: Object) -> list[FieldCause]:
 
 
 def _is_gone(value: Object) -> bool:
-    """Deletion was asked for, and nothing holds it up any more."""
+    """Returns whether deletion was requested and nothing delays it any more."""
     metadata = value["metadata"]
     waiting = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
     return "deletionTimestamp" in metadata and not waiting and value.get("kind") != "Namespace"
@@ -395,7 +396,7 @@ def _spec_finalized(namespace: Object) -> bool:
 
 
 def _with_propagation(finalizers: list[str], propagation: str | None) -> list[str]:
-    """The finalizers through which the garbage collector is told what to do with dependents."""
+    """Returns the finalizers that direct the garbage collector's handling of dependents."""
     wanted = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}.get(propagation or "")
     if propagation:
         finalizers = [f for f in finalizers if f not in ("foregroundDeletion", "orphan") or f == wanted]
@@ -403,7 +404,7 @@ def _with_propagation(finalizers: list[str], propagation: str | None) -> list[st
 
 
 def _grace_seconds(resource: Resource, pod: Object, options: DeleteOptions) -> int:
-    """Only a pod that a node may be running is given time to end."""
+    """Returns the grace period in seconds: 0 unless a node may be running the pod."""
     if resource is not PODS:
         return 0
     if not pod["spec"].get("nodeName") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):

@@ -1,4 +1,4 @@
-"""Label and field selectors: which objects a list or a watch is about."""
+"""Parses label and field selectors, which choose the objects of a list or a watch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Requirement:
 
 
 def parse_labels(text: str) -> list[Requirement]:
-    """The whole grammar: `a=b,c!=d,e,!f,g in (h,i),j notin (k),l>1`. Raises ApiError 400."""
+    """Parses the whole grammar: `a=b,c!=d,e,!f,g in (h,i),j notin (k),l>1`. Raises ApiError 400."""
     tokens = _TOKEN.findall(text)
     requirements = []
     while tokens:
@@ -92,7 +92,7 @@ def _unparsable(text: str) -> Exception:
 
 
 def label_predicate(text: str) -> Predicate:
-    """Raises ApiError 400 if `text` is no label selector."""
+    """Returns a predicate. Raises ApiError 400 if `text` is no label selector."""
     requirements = parse_labels(text)
 
     def matches(value: Mapping[str, Any]) -> bool:
@@ -119,7 +119,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 
 
 def field_predicate(text: str, collection: str, selectable: frozenset[str] = frozenset()) -> Predicate:
-    """Raises ApiError 400 for a field that this collection cannot be selected by."""
+    """Returns a predicate. Raises ApiError 400 for a field that this collection cannot be selected by."""
     terms = []
     for part in filter(None, text.split(",")):
         found = re.fullmatch(r"([^=!]+)(==|!=|=)(.*)", part)
@@ -148,7 +148,7 @@ def _field(value: Any, path: str) -> str:
 
 
 def matches_selector(selector: Mapping[str, Any], labels: Labels) -> bool:
-    """A LabelSelector of the API; of nodes with Gt and Lt, too. An empty one matches everything."""
+    """Evaluates a LabelSelector, also with the Gt and Lt of nodes. An empty one matches everything."""
     operators = {
         "In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent", "Gt": ">", "Lt": "<",
     }  # fmt: skip

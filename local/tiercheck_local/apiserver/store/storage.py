@@ -1,7 +1,6 @@
 """Stores objects, one counter of versions, and enough history for watches to resume.
 
-Nothing here knows HTTP or what a kind means. Stored objects are never changed in place: a write puts a new
-one.
+It is independent of HTTP and of kinds. Stored objects are never changed in place: a write stores a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Change:
 
 
 class Expired(Exception):
-    """The history asked for is no longer kept. Carries the oldest version that can be followed."""
+    """The requested history is not kept. Carries the oldest version that can be followed."""
 
     def __init__(self, oldest: int) -> None:
         super().__init__(oldest)
@@ -54,12 +53,12 @@ class ObjectStorage:
         return self._collections.get(collection, {}).get(key)
 
     def items(self, collection: str, namespace: str = "") -> list[tuple[Key, Object]]:
-        """Sorted by namespace and name, as lists are."""
+        """Returns the objects sorted by namespace and name, as lists are."""
         found = self._collections.get(collection, {})
         return sorted((key, value) for key, value in found.items() if not namespace or key[0] == namespace)
 
     def put(self, collection: str, key: Key, value: Object) -> Object:
-        """Store `value` under the next version, which its metadata gets. Returns what was stored."""
+        """Stores `value` under the next version, which its metadata gets. Returns what was stored."""
         objects = self._collections.setdefault(collection, {})
         previous = objects.get(key)
         stored = self._stamped(value)
@@ -68,25 +67,25 @@ class ObjectStorage:
         return stored
 
     def remove(self, collection: str, key: Key, value: Object | None = None) -> Object:
-        """Forget the object; watchers see `value` (default: its last state) with the removal's version."""
+        """Removes the object; watchers see `value` (default: its last state) with the removal's version."""
         previous = self._collections[collection].pop(key)
         last = self._stamped(value if value is not None else previous)
         self._record("DELETED", collection, last, previous)
         return last
 
     def drop(self, collection: str) -> None:
-        """Remove every object of a collection, as happens when its CRD goes."""
+        """Removes every object of a collection, as happens when its CRD is deleted."""
         for key, _ in self.items(collection):
             self.remove(collection, key)
 
     def changes_after(self, collection: str, version: int) -> Iterator[Change]:
-        """Raises Expired if some changes after `version` are forgotten."""
+        """Returns the changes after `version`. Raises Expired if some of them are not kept."""
         if version < self._forgotten:
             raise Expired(self._forgotten)
         return iter([c for c in self._changes if c.version > version and c.collection == collection])
 
     def subscribe(self, collection: str, listener: Listener) -> Callable[[], None]:
-        """Call `listener` at every further change of the collection. Returns how to stop that."""
+        """Calls `listener` at every further change of the collection. Returns a function that stops that."""
         listeners = self._listeners.setdefault(collection, [])
         listeners.append(listener)
         return lambda: listeners.remove(listener)

@@ -1,1 +1,1 @@
-"""An attempt: begun, restored, released, and told to every sidecar."""
+"""Begins an attempt, waits until it is restored, releases it, and builds every sidecar's directive."""

@@ -1,4 +1,4 @@
-"""Begins a new attempt, or says what it waits for, or gives the job up.
+"""Begins a new attempt, or returns what it waits for, or gives the job up.
 
 The fencing token is bumped here and nowhere else.
 """
@@ -58,28 +58,28 @@ from tiercheck_operator.planning.recovery.recovery import (
 )
 
 _HISTORY_LIMIT = 100
-"""Branches kept where it is not known what is kept of older ones; the schema allows a few more."""
+"""The number of branches kept if it is unknown what older ones left; the schema allows a few more."""
 
 _SNAPSHOTS_ONLY = 4
-"""Failed restores after which deltas are left out: versions of one chain would fail one after the other."""
+"""The number of failed restores before deltas are left out: a chain's versions would fail one by one."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The new attempt: to be written before anything of it is sent."""
+    """A new attempt, to be written before anything of it is sent."""
 
     status: JobRecord
     placement: SavedPlacement
     placed: Finding
-    """For the condition Placed."""
+    """The finding for the condition Placed."""
 
 
 def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
-    """The next attempt, if everything that it needs is known; else what is lacking."""
+    """Returns the next attempt if everything that it needs is known, else what is missing."""
     verdict = match_rule(situation, recovery)
     given_up = fail_hopeless_start(situation)
     if given_up is None and not Cause.parse(recovery.cause).in_place:
-        # A pod is lost, whatever else may show; nothing has to take its place first.
+        # A pod is lost, whatever else may show; the rule applies without waiting for a replacement.
         given_up = fail_by_rule(recovery, verdict)
     if given_up is not None:
         return given_up
@@ -105,7 +105,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
     reports, history = reports_of(situation, situation.members), _line_so_far(situation, recovery)
     problem = pose_recovery(spec, situation.size, history, reports, placed.groups)
     remote = problem.remote
-    # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
+    # A sidecar with a newer attempt than the status, which was edited or restored, would refuse a lower one.
     number = max(status.attempt, situation.newest_attempt) + 1
     if first and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
@@ -120,7 +120,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
         distance=placed.distance,
         step_seconds=status.step_seconds,
         last_step=situation.newest_step or None,
-        # Later attempts go on from where the job is; the wish was about its beginning.
+        # Later attempts go on from where the job is; the requested step is for its beginning.
         target_step=spec.restore_step if first else None,
         prove_steps=0 if recovery.failed_versions else spec.prove_steps,
     )
@@ -139,8 +139,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
 
 
 def _line_so_far(situation: Situation, recovery: Recovery) -> History:
-    """What is accepted now. Nobody has trained in an attempt that was never released, and on hold sidecars
-    free nothing: all that it was to give up may be restored after all, unless its user asked for that."""
+    """Returns the accepted history, without the newest attempt if that was never released.
+    No rank trained in it and held sidecars free nothing, so what it gave up can be restored; not if the user
+    asked for its step."""
     status, asked = situation.job.status, situation.job.spec.restore_step
     restored = status.restored_version
     as_asked = asked is not None and restored is not None and restored.step == asked
@@ -148,22 +149,21 @@ def _line_so_far(situation: Situation, recovery: Recovery) -> History:
 
 
 def _sees_all(remote: RemoteInventory, reports: list[Report]) -> bool:
-    """Whether all of the remote tier is known: worker 0 lists it, others are told of the newest."""
+    """Returns whether all of the remote tier is known: worker 0 lists it, others receive the newest only."""
     lists = (report.remote for report in reports if report.worker == 0)
     return not remote.configured or any(entry.configured and entry.reachable for entry in lists)
 
 
 def _still_needed(history: History, problem: RecoveryProblem) -> History:
-    """Without attempts of which nothing is left, so that directives do not grow with every restart."""
+    """Returns the history without attempts that left nothing, so that directives do not grow at restarts."""
     oldest = oldest_step(problem.inventories, problem.remote)
     restored = history.branches[-1].base_step
     return history.since(restored if oldest is None else min(oldest, restored))
 
 
 def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
-    """Without the versions that failed twice, if another one can be had, and after many failures without
-    deltas; a failure alone never leads to a fresh start.
-    """
+    """Returns the outcome without versions that failed twice and, after many failures, without deltas.
+    If that leaves no version, all are considered: a failure alone never leads to a fresh start."""
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
     if hopeless_ones:
         deltas = len(recovery.failed_versions) < _SNAPSHOTS_ONLY
@@ -189,7 +189,7 @@ def _next_status(
     before = situation.newest_step
     accepted = history.after(number, step, situation.size * situation.job.spec.procs_per_worker)
     members = members_digest(situation.members)
-    same_size = status.history.ranks == accepted.ranks  # in another, workers are numbered anew
+    same_size = status.history.ranks == accepted.ranks  # else workers are numbered anew
     hang = status.hang if same_size else None
     if cause is Cause.HUNG:
         hang = note_hang(status, find_hang(situation, situation.members))
@@ -214,8 +214,8 @@ def _next_status(
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=describe_found_again(status.placement, placed.record) if in_place else placed.record,
-        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
-        # What lies behind the step that all go back to is given up, wherever it was complete.
+        # After a pod loss, memory tiers are incomplete until the coordinator reports a complete version.
+        # Versions newer than the step that all go back to are given up in every tier.
         tiers={
             name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")
         },
@@ -239,7 +239,7 @@ def _next_status(
 
 
 def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: bool) -> str:
-    """Why no process of the ended attempt may stay, as a clause; empty: they may."""
+    """Returns why no process of the ended attempt may stay, as a clause; empty if they may."""
     if not step or not status.attempt:
         return "there is nothing to go on from"
     if not same_size:
@@ -248,7 +248,7 @@ def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: b
 
 
 def _counted(reports: list[Report]) -> bool:
-    """Whether somebody has looked up how many ranks made what the remote tier has: worker 0 alone does."""
+    """Returns whether the rank counts of the remote tier's versions are known; only worker 0 reads them."""
     return any(
         report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)
         for report in reports
@@ -256,7 +256,7 @@ def _counted(reports: list[Report]) -> bool:
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Finding:
-    """Before the first attempt: what an earlier job left there decides where we begin and how we count."""
+    """Returns what the first attempt waits for: an earlier job's versions decide its start and its number."""
     if remote.reachable is None:
         text = "the remote tier is being looked at for the first time"
         return Finding(conditions.WAITING_FOR_SIDECARS, text, 1.0)

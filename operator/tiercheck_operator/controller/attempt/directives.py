@@ -1,7 +1,4 @@
-"""Builds what every sidecar is told to do now, from what is written down alone.
-
-Sent again, it is the same directive.
-"""
+"""Builds every sidecar's directive from recorded state alone, so that it is the same when sent again."""
 
 from __future__ import annotations
 
@@ -43,17 +40,17 @@ from tiercheck_operator.planning.recovery.availability import Missing
 
 _FIRST_PORT, _PORTS = 20000, 10000
 _FIRST_STEP = 3600.0
-"""Seconds for the first step of a script that is known to make steps: it may compile, and read much data."""
+"""Seconds for the first step of a script known to make steps: it may compile, and read much data."""
 
 
 def master_port(job_uid: str, attempt: int) -> int:
-    """A new port for each attempt, so that it never meets a listener that the last one left behind."""
+    """Returns a port that depends on the attempt, so that it is unlikely to meet the last one's listener."""
     return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
 
 
 def build_policy(spec: JobSpec, restored: bool = False, keeps: bool = True) -> Policy:
-    """`restored`: the attempt began from a version, so its script is known to make steps. `keeps`: processes
-    of the attempt before may stay."""
+    """Builds the policy in the directives from the spec. `keeps`: earlier processes may stay.
+    `restored`: the attempt began from a version, so its script is known to make steps."""
     remote = spec.remote or {}
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
@@ -84,7 +81,7 @@ def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
 
 
 def wanted_phase(status: JobRecord) -> Phase:
-    """What the launchers may do now."""
+    """Returns the phase for the launchers: Hold before the attempt's release, then Release."""
     return Phase.HOLD if status.on_way_back else Phase.RELEASE
 
 
@@ -97,7 +94,8 @@ def due_directives(
     *,
     exit_code: int = 0,
 ) -> list[Push]:
-    """For sidecars that have answered and follow another one. `exit_code`: with Finish, of the launchers."""
+    """Returns directives for sidecars that have answered and follow another one.
+    `exit_code`: that of the launchers, with Finish."""
     sources = _sources(obs, status, members, placement, phase)
     directives = build_directives(
         obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
@@ -107,8 +105,8 @@ def due_directives(
         report = obs.newest_reports.get(members[worker].uid)
         if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
             continue
-        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long
-        # undoes what came later.
+        # The sidecar refuses it if it has followed another one by then: a delayed directive never undoes a
+        # later one.
         ordered = dataclasses.replace(directive, instance=report.instance, number=report.followed + 1)
         due.append(Push(members[worker].uid, ordered))
     return due
@@ -125,7 +123,7 @@ def _sources(
     if version is None:
         return {}
     old = status.resized_from
-    # Trainers borrow from the old ranks after the release, until they make steps.
+    # Trainers read the old ranks' snapshots after the release, until they make steps.
     looking = phase is Phase.HOLD or (old and status.recovery is not None)
     stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
     settled = dict.fromkeys(range(old), stored) if old else find_settled_sources(spec, members, placement)
@@ -134,7 +132,7 @@ def _sources(
     groups = placement.groups if placement is not None else ()
     known = pose_recovery(spec, obs.size, status.history, reports_of(obs, members), groups)
     found = known.stock.sources(version, distance_between(obs, members))
-    # With no source left for some rank, the places where it ought to be are still worth a try.
+    # If some rank has no known source, the places where its data should be are tried.
     return settled if isinstance(found, Missing) else to_sources(found, members)
 
 
@@ -148,8 +146,8 @@ def build_directives(
     sources: Mapping[int, tuple[Source, ...]],
     exit_code: int = 0,
 ) -> dict[int, Directive]:
-    """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
-    complete and have addresses, and there must be a `placement`; Finish goes to whoever is left."""
+    """Builds the directives, by worker. `sources`: those of each rank, nearest first.
+    Hold and Release need a `placement` and complete `members` with addresses; Finish goes to those left."""
     spec, uid = obs.job.spec, obs.job.identity
     hosts = {worker: pod.address for worker, pod in members.items()}
     holders = {} if placement is None else placement.holders()
@@ -206,7 +204,7 @@ def build_directives(
 
 
 def _joins(obs: Observation, recovery: Recovery | None, phase: Phase) -> bool:
-    """Whether a process that is started joins others that stayed; before the release: whether it will."""
+    """Returns whether a started process joins others that stayed or, before the release, will join them."""
     if recovery is None or not recovery.keeps:
         return False
     if phase is not Phase.HOLD:
@@ -216,7 +214,7 @@ def _joins(obs: Observation, recovery: Recovery | None, phase: Phase) -> bool:
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
-    """Workers, and ranks of each, that the attempt has: the spec may have changed during a suspension."""
+    """Returns the attempt's workers and ranks per worker: the spec may change during a suspension."""
     saved, ranks = obs.placement, status.history.ranks
     if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
         return len(saved.members), ranks // len(saved.members)
@@ -226,8 +224,8 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
 def find_settled_sources(
     spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
 ) -> dict[int, tuple[Source, ...]]:
-    """Where a released attempt's version may still be found: by placement, so that the directive does not
-    change with every snapshot that is taken or freed."""
+    """Returns each rank's sources of a released attempt's version, by the placement only.
+    So the directive does not change with every snapshot that is taken or freed."""
     found = {}
     holders = {} if placement is None else placement.holders()
     groups = {worker: group for group in (placement.groups if placement else ()) for worker in group.members}
@@ -258,8 +256,8 @@ def _placement_digest(placement: SavedPlacement | None) -> str:
 
 
 def _revision(directive: Directive, named_table: str) -> str:
-    """`named_table`: digest of the table of sources that all workers share, which is worked out once for
-    them; empty: each has its own."""
+    """Returns the digest of a directive. `named_table`: the digest of the source table that all share.
+    That digest is computed once for all workers; if it is empty, each has its own table."""
     if not named_table or directive.restore is None:
         return _digest_of(directive)
     restore = dataclasses.replace(directive.restore, table=NO_SOURCES)

@@ -1,8 +1,8 @@
-"""Says what an attempt waits for: before it begins, before its release, before its first step.
+"""Determines what an attempt waits for: before it begins, before its release, before its first step.
 
-An attempt begins only when every worker has a pod whose sidecar answered after the failure was noticed: older
-answers cannot tell a crash from a node that has just gone. And it must have answered just now: what a sidecar
-holds changes at every step without news of it, and what was on its way when the failure struck has arrived
+An attempt begins only when every worker has a pod with a sidecar that answered after the failure was noticed:
+older answers do not distinguish a crash from a node that has just gone. The answer must also be recent: a
+sidecar's holdings change at every step without being reported, and data in flight at the failure has arrived
 since.
 
 Then all workers restore, all are released, and all make a step. The release is written to the status before
@@ -35,20 +35,20 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
 
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
-"""Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""
+"""Seconds that an answer is valid; more for many workers, because asking all of them takes time."""
 _EXPLAINED = 8
-"""Restores that may fail in a row without a pause, each because another copy turned out to be bad."""
+"""The number of restores that may fail in a row without a pause, each explained by another bad copy."""
 
 
 @dataclass(frozen=True)
 class Waiting(Finding):
-    """What is lacking, and `probes` to send; `wake_after`: when to look again at the latest."""
+    """A finding about what is missing. `probes` are to be sent; `wake_after` limits the wait."""
 
     probes: tuple[ProbeSidecar, ...] = ()
 
 
 def waiting_for_pods(situation: Situation) -> Finding | None:
-    """Until every worker has a pod with an address."""
+    """Returns what is missing until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
     if missing and not refused_workers(situation):
         told = f"workers without a pod: {listed(missing, 8)}{describe_newest_place(situation)}"
@@ -78,13 +78,13 @@ def waiting_for_pods(situation: Situation) -> Finding | None:
 
 
 def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | None:
-    """Until every sidecar has answered since the failure was noticed, and lately."""
+    """Returns what is missing until every sidecar has answered, lately and since the failure was noticed."""
     lately = _FRESH + _FRESH_PER_WORKER * situation.size
     since = max(recovery.detected_at, situation.now - lately)
     owing = [pod for pod in situation.members.values() if not _answered(situation, pod, since)]
     if not owing:
         return None
-    # Those that have answered are only asked once more; to name one now and then would change at every look.
+    # Those that have answered are only probed again: naming them would change the message all the time.
     silent = [pod for pod in owing if not _answered(situation, pod, recovery.detected_at)]
     said = next((f"; {pod.name}: {pod.message}" for pod in silent if pod.message), "")
     said = said or _failing_calls(situation, silent)
@@ -100,7 +100,7 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
 
 
 def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
-    """What becomes of calls to sidecars that have not answered for a while, as a clause; empty: nothing."""
+    """Returns how calls to sidecars that are silent for a while fail, as a clause; empty: none do."""
     for pod in pods:
         known = obs.reports.get(pod.uid)
         if known is None or known.silent_since is None or not known.failure:
@@ -114,8 +114,8 @@ def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
 
 
 def waiting_for_hand_over(situation: Situation) -> Waiting | None:
-    """While a pod that is ending trains, or says that its holders lack something: the next attempt refuses
-    that. And until one that is to end does."""
+    """Returns a finding while an ending pod trains or sends copies, which the next attempt would refuse.
+    The same applies until a member with a ready replacement has ended."""
     for pod in situation.members.values():
         if pod.uid in situation.membership.lost and pod.uid not in situation.refused:
             return Waiting(conditions.HANDING_OVER, f"{pod.name} ends: its replacement is ready", 1.0)
@@ -134,7 +134,7 @@ def waiting_for_hand_over(situation: Situation) -> Waiting | None:
 
 
 def waiting_for_explanation(obs: Observation, recovery: Recovery) -> Finding | None:
-    """After a crash: until a pod or node loss that explains it would have shown."""
+    """Returns a finding after a crash until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
         return None
     left = recovery.detected_at + crash_pause(obs, recovery) - obs.now
@@ -142,7 +142,7 @@ def waiting_for_explanation(obs: Observation, recovery: Recovery) -> Finding | N
 
 
 def waiting_to_retry(obs: Observation, recovery: Recovery) -> Finding | None:
-    """After a restore that failed: a moment, unless it is the first time or a bad copy explains it."""
+    """Returns a finding for a while after a failed restore, except the first or one due to a bad copy."""
     if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
         return None
     times, tried = len(recovery.failed_versions), obs.job.status.restored_version
@@ -155,7 +155,7 @@ def waiting_to_retry(obs: Observation, recovery: Recovery) -> Finding | None:
 
 
 def _explains(report: Report, tried: Version) -> bool:
-    """Whether a copy that the restore of `tried` may have needed was found bad."""
+    """Returns whether a copy that the restore of `tried` may have needed was found bad."""
     return any(
         tried.step - LONGEST_CADENCE <= entry.version.step <= tried.step for entry in report.quarantined
     )
@@ -168,19 +168,19 @@ def _answered(obs: Observation, pod: PodView, since: float) -> bool:
 
 
 _FIRST_STEP_PATIENCE = 600.0
-"""Seconds after which a recovery has ended although no step was reported: not every script reports them."""
+"""Seconds after which a recovery ends without a reported first step: not every script reports steps."""
 
 
 _NAMED = 3
-"""Workers whose processes did not stay that are named."""
+"""The number of workers that are named because their processes did not stay."""
 LENGTH = 10
-"""Recoveries that are remembered."""
+"""The number of recoveries that are remembered."""
 _SENTENCE = 160
-"""Characters of each sentence in the history; status.lastRecovery has all of them."""
+"""The maximum number of characters of a sentence in the history; status.lastRecovery is not cut."""
 
 
 def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
-    """The status once what the sidecars report is considered. `reports`: of the attempt, by worker."""
+    """Returns the status updated from `reports`, which are those of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.decided_at is None:
         return status
@@ -211,19 +211,19 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
 
 
 def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
-    """Workers whose trainer container is not up. Others, if released, would wait at the rendezvous."""
+    """Returns the workers with no launcher ready. Others, if released, would wait at the rendezvous."""
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 
 def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
-    """The workers that alone hold up the release."""
+    """Returns the workers without a ready launcher if they alone hold up the release, else none."""
     if not status.on_way_back or len(reports) < obs.size:
         return []
     return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
 
 
 def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Finding:
-    """What keeps the trainers of these workers, for the condition that waits for them."""
+    """Returns what keeps the trainers of these workers from being ready."""
     reports, members = situation.attempt_reports, situation.members
     hindered = [
         worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
@@ -247,7 +247,7 @@ def _ready(report: Report, status: JobRecord) -> bool:
 
 
 def _why_restarted(obs: Observation, reports: Mapping[int, Report]) -> str:
-    """Why processes that were not lost are started anew; empty: none is."""
+    """Returns why processes that were not lost are started anew; empty if none is."""
     said = [
         f"worker {worker}, {report.trainer.refusal}"
         for worker, report in sorted(reports.items())
@@ -304,5 +304,5 @@ def _summary(
 def add_summary(
     history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], ...]:
-    """`history` with one more, newest first."""
+    """Returns `history` with `summary` added, newest first."""
     return (cut_sentences(summary, _SENTENCE), *history)[:LENGTH]

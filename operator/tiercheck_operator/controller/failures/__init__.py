@@ -1,1 +1,1 @@
-"""What failed, whose fault it is, and what follows from it."""
+"""Determines what failed, the cause, and what follows from it."""

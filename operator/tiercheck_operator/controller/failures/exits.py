@@ -1,9 +1,9 @@
-"""How training commands ended, and which end was the first: it broke the others' collectives.
+"""Determines how training commands ended, and which one failed first and broke others' collectives.
 
-A command that ends before its first step, on the same node each time, while the others wait for it: the
-node, or the script? A GPU that cannot be initialised shows only like this. Nobody can tell it from a script
-that does something wrong at one worker alone, so such a worker gets another node once. If it fails there as
-well, it is the script's fault, until training makes a step.
+A command that ends before its first step, on the same node each time, while the others wait for it, may be
+the fault of the node or of the script. A GPU that cannot be initialised has no other sign. It cannot be
+distinguished from a script that is wrong at one worker alone, so such a worker gets another node once. If it
+fails there as well, it is the script's fault, until training makes a step.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
 # at are gathered when the failure is noticed and kept in the status, because a lost pod is gone by the time
 # a decision is due.
 _KEPT = 16
-"""Reasons and nodes kept in the status."""
+"""The number of reasons and of nodes kept in the status."""
 _LONGEST_REASON = 64
-"""Characters of a reason; rules cannot name longer ones."""
+"""The maximum number of characters of a reason; rules cannot name longer ones."""
 
 
 @dataclass(frozen=True)
 class MatchedRule:
     action: RuleAction
     rule: str = ""
-    """Name of the rule that fired; empty: none did."""
+    """The name of the rule that applied; empty: none did."""
 
     @property
     def counts(self) -> bool:
-        """Whether the restart counts against maxRestarts."""
+        """Returns whether the restart counts against maxRestarts."""
         return self.action is RuleAction.RESTART
 
 
 def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
-    """Of the failure behind `recovery`."""
+    """Returns the action for the failure behind `recovery`, by a rule or by default."""
     cause = Cause.parse(recovery.cause)
-    # TierCheck's own trouble is no matter for rules.
+    # Rules do not apply to TierCheck's own failures.
     if not cause.planned and cause is not Cause.RESTORE_FAILED:
         rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
         if rule is not None:
@@ -64,7 +64,7 @@ def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
 def first_match(
     rules: Iterable[FailureRule], cause: Cause, facts: Facts, nodes: Mapping[str, NodeView]
 ) -> FailureRule | None:
-    """The first rule that the failure satisfies."""
+    """Returns the first rule that the failure satisfies."""
     reasons = {cause.value, *facts.reasons}
     found = [nodes[name] for name in facts.nodes if name in nodes]
     for rule in rules:
@@ -80,7 +80,7 @@ def first_match(
 
 
 def merge_facts(before: Facts, after: Facts) -> Facts:
-    """What is known of one failure once more was seen of it."""
+    """Returns the facts of one failure, completed by what was seen of it later."""
     return Facts(
         after.exit_code if after.exit_code is not None else before.exit_code,
         tuple(dict.fromkeys(reason[:_LONGEST_REASON] for reason in (*before.reasons, *after.reasons)))[
@@ -92,30 +92,29 @@ def merge_facts(before: Facts, after: Facts) -> Facts:
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
-"""Exit codes of a rank whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
+"""Exit codes of a rank with a lost peer: an exception, the abort of a collective's watchdog, SIGTERM."""
 _HINTS = {
     135: (
         "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in "
         "spec.template."
     )
 }
-"""What is worth knowing about an exit code."""
+"""Advice by exit code."""
 _SAME_TIME = 5.0
-"""Seconds between ends of which nobody knows which was the first: the nodes' clocks differ."""
+"""Seconds. Of ends that are closer together the first is unknown: the nodes' clocks differ."""
 _CLOCK = 2.0
-"""Seconds; a kubelet's times are whole seconds."""
+"""Seconds of tolerance: a kubelet's times are whole seconds."""
 _TIMES = 2
-"""Failed starts in a row of the same worker on the same node after which it moves."""
+"""The number of failed starts in a row of a worker on the same node after which it moves."""
 _REMEMBERED = 32
-"""Moved workers kept in the status."""
+"""The number of moved workers kept in the status."""
 _LONGEST_BACK_OFF = 60
-"""Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
+"""Seconds. The limit of the back-off for failing commands: the kubelet's, only sooner and shorter."""
 
 
 def failed_trainers(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
-    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in
-    front: by what speaks against it, and among those with equal evidence by time.
-    """
+    """Returns the reports of members with a trainer that failed in the current attempt.
+    The likely origin comes first: by the evidence against it, and among equals by time."""
     reports = _failed(obs, members)
     ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
     evidence = {report.worker: _evidence(report.trainer, members[report.worker]) for report in reports}
@@ -131,7 +130,7 @@ def failed_trainers(obs: Observation, members: Mapping[int, PodView]) -> list[Re
 
 
 def sole_origin(obs: Observation, members: Mapping[int, PodView]) -> Report | None:
-    """Of the one member against which more speaks than against any other; None: there is no such one."""
+    """Returns the report of the one member with the strongest evidence against it; None if there is none."""
     found = sorted(
         (_evidence(report.trainer, members[report.worker]), report.worker) for report in _failed(obs, members)
     )
@@ -148,16 +147,16 @@ def _failed(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
 
 
 class _Evidence(IntEnum):
-    """What an end says about its being the origin. Less is stronger."""
+    """The evidence of an end that it is the origin. Less is stronger."""
 
     OWN = 0
-    """Nothing that happened to another rank ends a process like this."""
+    """Nothing that happened to another rank ends a process in this way."""
     MUTE = 1
-    """No rank said why: as when one is killed behind torchrun, which ends with 1 then."""
+    """No rank reported why: as when one is killed behind torchrun, which ends with 1 then."""
     ECHO = 2
-    """The rank itself speaks of a peer's connection."""
+    """The rank itself reports a failed collective, which points to a peer."""
     STOPPED = 3
-    """Somebody told it to end."""
+    """The command ended by SIGTERM."""
 
 
 def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
@@ -171,18 +170,18 @@ def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
 
 
 def _from_outside(trainer: TrainerReport, pod: PodView) -> bool:
-    """Whether kernel, driver or kubelet ended it, whatever its ranks have said meanwhile."""
+    """Returns whether kernel, driver or kubelet ended it, whatever its ranks have reported."""
     said = trainer.failure.reason if trainer.failure is not None else ""
     return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == GPU_FAULT
 
 
 def cause_of_exit(report: Report, pod: PodView) -> Cause:
-    """Of a training command that failed."""
+    """Returns the cause of a training command's failure."""
     return Cause.OOM_KILLED if oom_killed(report.trainer, pod) else Cause.TRAINER_CRASH
 
 
 def facts_of_exit(report: Report, pod: PodView) -> Facts:
-    """What rules may ask about it."""
+    """Returns the facts of the exit that rules may match."""
     trainer = report.trainer
     reasons = [trainer.reason] if trainer.reason else []
     if trainer.reason == CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
@@ -190,12 +189,12 @@ def facts_of_exit(report: Report, pod: PodView) -> Facts:
     code = trainer.exit_code
     if trainer.failure is not None:
         reasons.append(trainer.failure.reason)
-        code = trainer.failure.exit_code or code  # that of torchrun says nothing
+        code = trainer.failure.exit_code or code  # that of torchrun is not informative
     return Facts(code, tuple(reasons), (pod.node,) if pod.node else ())
 
 
 def describe_exit(report: Report, pod: PodView | None = None) -> str:
-    """One sentence about how a training command ended, and what to do if that is known."""
+    """Returns one sentence about how a training command ended, and what to do if that is known."""
     trainer = report.trainer
     code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
     if pod is not None and oom_killed(trainer, pod):
@@ -204,7 +203,7 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
     detail = f": {trainer.message}" if trainer.message else ""
     if trainer.exit_code in _HINTS:
         detail = f"{detail.rstrip('.')}. {_HINTS[trainer.exit_code]}"
-    # What a rank says is better than the last lines of all; that it said nothing is not.
+    # What a rank reports is better than the last lines of all; that it reported nothing is not.
     if trainer.failure is not None and not (trainer.failure.reason == VANISHED and trainer.message):
         said = trainer.failure
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
@@ -215,22 +214,21 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
 
 
 def _logs(pod: PodView, trainer: TrainerReport) -> str:
-    """The command that shows what the training command wrote."""
+    """Returns the command that shows the training command's output."""
     where = f" -n {pod.namespace}" if pod.namespace else ""
     before = " --previous" if trainer.reason == CONTAINER_RESTARTED else ""
     return f"kubectl logs{where} {pod.name} -c {trainer_name(pod.attached)}{before}"
 
 
 def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
-    """Whether want of memory ended the command: one of its processes by the launcher's word, or the whole
-    container by the kubelet's."""
+    """Returns whether the launcher (of one process) or the kubelet (of the container) reports an OOM kill."""
     if trainer.reason == OOM_KILLED:
         return True
     return trainer.reason == CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
 
 
 def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
-    """Whether the last end of the container that the kubelet has told of is that of this attempt."""
+    """Returns whether the container's last end, as the kubelet reports it, is that of this attempt."""
     ended = pod.trainer.ended_at
     return ended is not None and ended >= (trainer.started_at or 0.0) - _CLOCK
 
@@ -252,9 +250,9 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
 
 
 def crash_pause(obs: Observation, recovery: Recovery) -> float:
-    """Seconds after a crash until what explains it would have shown: none if all that ended were killed,
-    which no other loss does. Longer for a command that failed before its first step: it would spend its
-    restarts in a moment."""
+    """Returns the seconds after a crash until what explains it would have shown.
+    None are needed if all that ended were killed, which no other loss causes. A command that failed before
+    its first step gets longer, as it would spend its restarts in a moment."""
     if any(report.trainer.first_step_at for report in obs.last_words):
         failed = [each.trainer for each in obs.last_words if each.trainer.state is TrainerState.FAILED]
         killed = all(each.reason == SIGNALLED and each.exit_code not in _ECHOES for each in failed)
@@ -263,7 +261,8 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
 
 
 def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
-    """Of the worker whose command failed at its start as last time, on the same node. `pods`: by worker."""
+    """Returns the report of a worker that failed to start on the same node again, else None.
+    `pods`: by worker."""
     before, recovery = obs.job.status.failed_start, obs.job.status.recovery
     if before is None or before.times + 1 < _TIMES or before.worker in before.moved:
         return None
@@ -284,7 +283,7 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
 def note_failed_start(
     obs: Observation, recovery: Recovery, members: Mapping[int, PodView]
 ) -> FailedStartRecord | None:
-    """For the status of the attempt that `recovery` leads to."""
+    """Returns the failed start for the status of the attempt that `recovery` leads to."""
     status = obs.job.status
     before = status.failed_start
     if not recovery.tries:
@@ -302,7 +301,7 @@ def note_failed_start(
 
 
 def _failed_start(obs: Observation, recovery: Recovery, pods: Mapping[int, PodView]) -> Report | None:
-    """Of the only worker whose command failed by itself, if that was before its first step."""
+    """Returns the report of the only worker that failed by itself, if that was before its first step."""
     if recovery.cause != Cause.TRAINER_CRASH.value or not recovery.tries or obs.size < 2:
         return None
     found = sole_origin(obs, pods)

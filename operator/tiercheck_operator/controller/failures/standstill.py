@@ -1,12 +1,12 @@
-"""What stands still although every process is there: training, or a restore; and at which worker.
+"""Detects hung training and stalled restores, and names the worker responsible.
 
-The sidecars notice both. A step couples all ranks, so the one that is behind is the one to look at; where
-all have finished the same step, only the stacks in the trainers' logs can tell.
+The sidecars notice both. A step couples all ranks, so the cause is at the one that is behind; if all have
+finished the same step, only the stacks in the trainers' logs can show it.
 
-A sidecar gives up each source from which nothing comes for `failurePolicy.restoreStallSeconds` and goes on
-to the next one, which counts as progress. So one that stands still for longer hangs itself, as in a read of
-a dead mount; and one that has no source left says so by a restore that failed. Bytes count, not the time
-that they take.
+A sidecar gives up each source from which nothing comes for `failurePolicy.restoreStallSeconds` and goes on to
+the next one, which counts as progress. So a sidecar without progress for longer hangs itself, as in a read of
+a dead mount; one that has no source left reports a failed restore. Progress is measured in bytes, not in
+time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
 
 _TIMES = 2
-"""Hangs in a row behind the same worker on the same node after which it moves."""
+"""The number of hangs in a row behind the same worker on the same node after which it moves."""
 _PATIENCE = 2.0
-"""Times `restoreStallSeconds` that a restore may stand still before its worker moves: what may pass in the
-sidecar passes before."""
+"""The multiple of `restoreStallSeconds` that a restore may stall before its worker moves.
+Stalls that the sidecar resolves itself have ended by then."""
 _NAMED = 4
 _MOST = 2**60
-"""Bytes that are believed: the API has 64 bits for the sum."""
+"""The maximum number of bytes that is accepted: the API has 64 bits for the sum."""
 
 
 @dataclass(frozen=True)
 class Hang:
     since: float
-    """Last sign of life, unix seconds by a node's clock."""
+    """The last sign of life, unix seconds by a node's clock."""
     message: str
     straggler: PodView | None
     """The pod of the worker that is behind all others; None: no single one is."""
 
 
 def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
-    """What is known of a hang of the current attempt; None: there is none. `pods`: by worker."""
+    """Returns the hang of the current attempt; None if there is none. `pods`: by worker."""
     running = {
         worker: report for worker in sorted(pods) if (report := _running(obs, pods[worker])) is not None
     }
@@ -60,7 +60,7 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
 
 
 def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
-    """The pod whose worker holds the others up as last time, on the same node. `pods`: by worker."""
+    """Returns the pod that holds the others up as last time, on the same node. `pods`: by worker."""
     before = obs.job.status.hang
     if before is None or before.times + 1 < _TIMES:
         return None
@@ -74,7 +74,7 @@ def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | No
 
 
 def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
-    """For the status, when a hang leads to a new attempt."""
+    """Returns the record for the status when a hang leads to a new attempt."""
     if hang is None or hang.straggler is None or hang.straggler.node is None:
         return None
     worker, node, before = hang.straggler.worker, hang.straggler.node, status.hang
@@ -88,7 +88,7 @@ def _running(obs: Observation, pod: PodView) -> Report | None:
 
 
 def _behind(running: Mapping[int, Report]) -> int | None:
-    """The one worker whose slowest rank is behind those of all others."""
+    """Returns the one worker with a slowest rank behind those of all others; None if there is none."""
     steps = {worker: _step(report) for worker, report in running.items()}
     last = min(steps.values())
     found = [worker for worker, step in steps.items() if step == last]
@@ -113,7 +113,7 @@ def _told(running: Mapping[int, Report], behind: int | None) -> str:
 
 
 def why_stalled(obs: Observation, report: Report) -> str:
-    """Why the worker should be restored on another node; empty: it need not, or has moved for that."""
+    """Returns why the worker should be restored on another node; empty: no need, or it has moved for that."""
     recovery = obs.job.status.recovery
     if recovery is None or recovery.released_at is not None or report.worker in recovery.stalled:
         return ""
@@ -128,7 +128,7 @@ def why_stalled(obs: Observation, report: Report) -> str:
 def describe_stalled_restore(
     obs: Observation, status: JobRecord, reports: Mapping[int, Report]
 ) -> Finding | None:
-    """For the condition Restoring; None: all get on. `reports`: of the attempt, by worker."""
+    """Returns the finding for Restoring; None if no restore stalls. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.released_at is not None:
         return None
@@ -155,7 +155,7 @@ def describe_stalled_restore(
 
 
 def restored_bytes(reports: Mapping[int, Report]) -> tuple[int, int]:
-    """Bytes that are back, and that there will be, of all workers as far as is known."""
+    """Returns the bytes restored and the bytes to restore, of all workers as far as is known."""
     done = wanted = 0
     for report in reports.values():
         progress, here = report.restore.progress, sum(rank.bytes for rank in report.restore.ranks)
@@ -165,7 +165,7 @@ def restored_bytes(reports: Mapping[int, Report]) -> tuple[int, int]:
 
 
 def _idle(report: Report) -> float:
-    """Seconds that its restore has stood still."""
+    """Returns the seconds for which its restore has made no progress."""
     running = report.restore.state is RestoreState.RUNNING
     return report.restore.progress.idle_seconds if running and report.restore.progress is not None else 0.0
 
@@ -180,6 +180,6 @@ def _named(sources: tuple[str, ...]) -> str:
 
 
 def _tried_before(recovery: Recovery) -> bool:
-    """Whether a restore failed on this way back before the one of the current attempt."""
+    """Returns whether an earlier restore of this recovery failed, before that of the current attempt."""
     noted = recovery.decided_at is None and recovery.cause == Cause.RESTORE_FAILED.value
     return len(recovery.failed_versions) > noted

@@ -1,4 +1,4 @@
-"""Decides whether the job needs a new attempt and what made it need one, or whether it is given up."""
+"""Decides whether the job needs a new attempt, and for which cause, or is given up."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LISTED = 16
 
 
 def lost_domain(situation: Situation) -> tuple[str, bool] | None:
-    """The failure domain that explains several lost nodes at once, as a sentence: the narrowest that has them
-    all. And whether no node of it is known to be well; if one is, only the job's part of it is gone.
+    """Returns the narrowest failure domain that has all of several lost nodes, as a sentence.
 
-    None if there is none, or if only one node is lost; that one is named anyhow.
+    The bool: no node of it is known to be well; if one is, only the job's part of it is gone. None if there
+    is no such domain, or if only one node is lost; that one is named anyhow.
     """
     gone = _lost_nodes(situation, situation.membership.losses)
     known = {node: situation.nodes[node].labels for node in gone if node in situation.nodes}
@@ -52,7 +52,7 @@ def lost_domain(situation: Situation) -> tuple[str, bool] | None:
 
 
 def _lost_nodes(obs: Observation, losses: Sequence[Loss]) -> dict[str, list[int]]:
-    """The workers that were on each lost node."""
+    """Returns the workers that were on each lost node."""
     found: dict[str, list[int]] = {}
     for loss in losses:
         node = loss.pod.node if loss.pod is not None else loss.node
@@ -62,7 +62,7 @@ def _lost_nodes(obs: Observation, losses: Sequence[Loss]) -> dict[str, list[int]
 
 
 def _survivors(situation: Situation, topology: Topology, level: Level, domains: set[str | None]) -> bool:
-    """Whether a pod of the job that was placed in one of the domains lives."""
+    """Returns whether a pod of the job that was placed in one of the domains lives."""
     return any(
         pod.uid in situation.attempt_pods
         and pod.node in situation.nodes
@@ -85,7 +85,7 @@ def _told(
 
 
 _REMEMBERED = 16
-"""Failed restores, and workers that moved for one, kept in the status."""
+"""The number of failed restores, and of workers that moved for one, kept in the status."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class Trigger:
     cause: Cause
     message: str
     at: float | None
-    """When it happened, unix seconds, if known."""
+    """Unix seconds of the failure, if known."""
     facts: Facts = NO_FACTS
     stalled: tuple[int, ...] = ()
     """Workers that move because they could not be restored where they were."""
 
 
 def find_trigger(situation: Situation) -> Trigger | None:
-    """The cause that explains most of what is wrong with the current attempt; None: nothing is."""
+    """Returns the cause that explains most of what is wrong with the attempt; None if nothing is."""
     status = situation.job.status
     if status.attempt == 0:
         return Trigger(Cause.FIRST_START, "the job starts", situation.now)
@@ -140,10 +140,10 @@ def find_trigger(situation: Situation) -> Trigger | None:
 
 
 def replay_mismatch(situation: Situation) -> Trigger | None:
-    """A rank that replayed its chain and did not get the state that was recorded, or found its replicas'
-    snapshots to differ; its command ends, and that is no crash.
+    """Returns a failed restore if a rank's replay or its replicas' snapshots differ from what is recorded.
 
-    Only chains of the current attempt count: what was found bad before was not chosen again.
+    The rank's command ends, and that is no crash. Only chains of the current attempt count: what was found
+    bad before was not chosen again.
     """
     version = situation.job.status.restored_version
     if situation.job.status.recovery is None or version is None:
@@ -168,8 +168,8 @@ def replay_mismatch(situation: Situation) -> Trigger | None:
 
 
 def _suspected(situation: Situation) -> Trigger | None:
-    """A rank has given a step up, whether or not its process stays. It has kept nothing of that step, so that
-    is complete in no version."""
+    """Returns a trigger if a rank has given up a suspected step, whether or not its process stays.
+    It has kept nothing of that step, so the step is complete in no version."""
     for worker, report in situation.attempt_reports.items():
         said, node = report.trainer.failure, situation.members[worker].node
         if said is not None and said.reason == names.STEP_SUSPECTED:
@@ -192,7 +192,8 @@ def _hung(situation: Situation) -> Trigger | None:
 
 
 def _diverged(situation: Situation) -> Trigger | None:
-    """Too many steps in a row that the sanity gate refused. None was kept: the newest version is good."""
+    """Returns a trigger if the sanity gate refused too many steps in a row.
+    None of these was kept, so the newest version is good."""
     limit, status = situation.job.spec.rollback_after, situation.job.status
     if limit is None or status.on_way_back:
         return None
@@ -209,12 +210,12 @@ def _diverged(situation: Situation) -> Trigger | None:
 
 
 def update_recovery(situation: Situation, trigger: Trigger | None) -> Recovery | None:
-    """The recovery under way, once `trigger` is considered. What is known of its beginning is kept."""
+    """Returns the recovery under way, updated by `trigger`. What is known of its beginning is kept."""
     recovery = _updated(situation, trigger)
     if recovery is None or recovery.decided_at is not None:
         return recovery
     moved = trigger.stalled if trigger is not None else ()
-    if moved:  # what their nodes kept from coming is not held against a version
+    if moved:  # what failed because of their nodes does not count against a version
         stalled = tuple(dict.fromkeys((*recovery.stalled, *moved)))[-_REMEMBERED:]
         recovery = replace(recovery, stalled=stalled, failed_versions=())
     return replace(recovery, reached=situation.newest_step)
@@ -233,7 +234,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     known = Cause.parse(current.cause)
     if current.decided_at is None:
         if trigger.cause.explains(known):
-            # The facts of an echo say nothing about what explains it.
+            # The facts of a consequence do not describe its cause.
             return replace(
                 current,
                 cause=trigger.cause.value,
@@ -242,7 +243,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
                 facts=trigger.facts,
             )
         if trigger.cause is known and known.in_place:
-            # Each answer of a sidecar may tell more of who fell first; when the attempt is decided, all have
+            # Each answer of a sidecar may show an earlier failure; when the attempt is decided, all have
             # answered.
             at = min(current.failed_at, at)
             return replace(current, message=trigger.message, failed_at=at, facts=trigger.facts)
@@ -250,7 +251,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
             longer = max(current.message, trigger.message, key=len)
             return replace(current, message=longer, facts=merge_facts(current.facts, trigger.facts))
         return current
-    # Something else went wrong on the way back: the job has been down since the first failure.
+    # Something else went wrong in the recovery: the job has been down since the first failure.
     failed = current.failed_versions
     if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
         failed = (*failed, current.version)[-_REMEMBERED:]
@@ -318,14 +319,14 @@ _NOT_RUN = (126, 127)
 
 
 class GivenUp(Finding):
-    """The job has failed for good."""
+    """The reason why the job has failed for good."""
 
 
 def fail_hopeless_start(situation: Situation) -> GivenUp | None:
-    """A trainer that can never start: nothing is gained by trying again."""
+    """Fails a job with a trainer that can never start: nothing is gained by trying again."""
     for report in failed_trainers(situation, situation.members):
         trainer = report.trainer
-        # A shell that does not find the command, or may not run it, says so with these codes.
+        # A shell that does not find the command, or may not run it, exits with these codes.
         shell = (
             trainer.exit_code in _NOT_RUN
             and trainer.first_step_at is None
@@ -339,7 +340,7 @@ def fail_hopeless_start(situation: Situation) -> GivenUp | None:
 
 
 def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
-    """A failure that the user has said is final."""
+    """Fails a job by a rule of the user that makes the failure final."""
     if verdict.action is not RuleAction.FAIL:
         return None
     return GivenUp(
@@ -350,7 +351,8 @@ def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
 
 
 def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
-    """Asked once the crash is certainly one. Disruptions never lead here: they are not the job's fault."""
+    """Fails a job at its restart limit, once the failure is certain.
+    Disruptions count only by a rule: they are not the job's fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
     times = plural(obs.job.status.counted, "time")
@@ -367,8 +369,7 @@ def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: Matched
 def reset_restart_count(
     obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, float | None]:
-    """`record` with the count set to zero if training went well for long enough, and the seconds until it may
-    be.
+    """Returns `record`, its count reset if training went well for long, and the seconds until it may be.
 
     `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
     """

@@ -1,1 +1,1 @@
-"""Who belongs to the job: workers, spares, the suspected, the lost and those that leave."""
+"""Determines a job's workers and spares, and the pods that are suspected, lost or leaving."""

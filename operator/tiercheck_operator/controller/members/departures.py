@@ -1,12 +1,12 @@
-"""Pods that have to go although Kubernetes believes in them: by a deadline, or off a bad node.
+"""Replaces pods that have to go although Kubernetes keeps them: by a deadline, or off a bad node.
 
-Before a deadline the replacement is made beside the old pod. Until its sidecar and its launcher wait, the
-old pod stays the worker's member; where no node has room, that is how it stays, and the job says so. Then the
-old pod is deleted: its end stops all ranks within a step, and only then the version to go on from is chosen.
+Before a deadline the replacement is made beside the old pod. Until its sidecar and its launcher wait, the old
+pod stays the worker's member; if no node has room, it stays so, and the status reports that. Then the old pod
+is deleted: its end stops all ranks within a step, and only then the version to resume from is chosen.
 
-From a bad node pods move one at a time as long as there is something to lose, and only where others keep
-what they hold: to move is to give up a memory. Where training can begin again in the old place, it is
-enough that others should keep it; where it cannot, a pod waits until they do.
+Pods leave a bad node one at a time while there is state to lose, and only if others keep what they hold: a
+pod that moves loses its memory. If training can begin again in the old place, it is enough that the spec asks
+for copies; if not, a pod waits until others have them.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Observation, PodView, Refusal
 
 _TOGETHER = 60.0
-"""Seconds that a new pod may take to come up before others that are ready no longer wait for it."""
+"""Seconds. Ready replacements wait for one that is coming up only while it is younger than this."""
 _HAND_OVER = 600.0
-"""Seconds that a pod in which no attempt can begin may take at most to bring its holders what they lack."""
+"""Seconds that a pod in which no attempt can begin gets to send its holders what they lack."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A worker between two pods."""
+    """The move of a worker from one pod to another."""
 
     worker: int
     old: PodView
     new: PodView | None
-    """None: not made yet."""
+    """The replacement; None: not made yet."""
     why: str
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which living pod is each worker's member."""
+    """The choice of each worker's member among its living pods."""
 
     members: Mapping[int, PodView]
     departures: Mapping[int, Departure]
-    """Under way, or to be begun: the old pod is the member."""
+    """The moves under way or to be begun; the old pod is the member."""
     due: tuple[Departure, ...]
-    """Of those, the ones whose old pod is to be deleted now."""
+    """The departures with an old pod that is to be deleted at once."""
 
 
 def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignment:
-    """`living`: each worker's pods that are not lost, newest first, at least one."""
+    """Chooses the members. `living`: each worker's pods that are not lost, newest first, at least one."""
     members: dict[int, PodView] = {}
     pairs: dict[int, Departure] = {}
     departures: dict[int, Departure] = {}
     for worker, pods in living.items():
-        # A living member of the attempt stays: if it need not leave any more, its replacement goes again.
+        # A living member of the attempt stays: if it need not leave any more, its replacement is removed.
         old = next((pod for pod in pods if pod.uid in obs.attempt_pods), pods[0])
         why = obs.why_leaving(old)
         members[worker] = old
@@ -67,7 +67,7 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
             departures[worker] = Departure(worker, old, None, why)
     new = {worker: way.new for worker, way in pairs.items() if way.new is not None}
     ready = {worker for worker, pod in new.items() if is_ready(obs, pod) and not obs.why_leaving(pod)}
-    # One restart for all who leave together: those who are ready wait a while for those who soon will be.
+    # One restart for all that leave together: ready pods wait a while for those that are coming up.
     patient = any(
         pod.unschedulable_since is None and obs.now - pod.created < _TOGETHER
         for worker, pod in new.items()
@@ -80,7 +80,7 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
 def describe_departures(
     departures: Mapping[int, Departure], refused: Mapping[int | str, Refusal]
 ) -> Finding | None:
-    """For the condition Placed; None: no worker is on the move."""
+    """Returns the finding for the condition Placed; None if no worker is moving."""
     if not departures:
         return None
     first = departures[min(departures)]
@@ -101,13 +101,13 @@ def describe_departures(
 
 
 def is_ready(obs: Observation, pod: PodView) -> bool:
-    """Whether the pod could be told to restore right now."""
+    """Returns whether the pod could be directed to restore at once."""
     report = obs.report(pod) if pod.node is not None and is_heard(obs, pod) else None
     return report is not None and report.trainer.state is TrainerState.WAITING
 
 
 def find_moves(obs: Observation) -> Mapping[str, Doubt]:
-    """The pods that are to be replaced on other nodes, by UID."""
+    """Returns the pods that are to be replaced on other nodes, by UID."""
     pods = _accused(obs)
     barred = _barred(obs, pods)
     if barred:
@@ -128,7 +128,7 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
         return differed
     faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
     if len(faulty) != 1:
-        return {}  # what several GPUs say at once is not the fault of one
+        return {}  # faults of several GPUs at once are not one GPU's fault
     pod, report = faulty[0]
     said = report.trainer.failure
     why = pod.ill or (f"rank {said.rank}: {said.message}" if said is not None else "")
@@ -137,8 +137,9 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
 
 
 def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
-    """Of the one worker at which a suspected step gave other bits when it was made again. Once all ranks have
-    made a step, and each worker has said how its own compare: what several find is not the fault of one."""
+    """Returns the one pod where a suspected step gave other bits when it was repeated, else nothing.
+    All ranks must have made a step, and all workers have compared: several that differ are not one's fault.
+    """
     known = [
         (pod, report.trainer.resume) for pod in pods.values() if (report := obs.current_reports.get(pod.uid))
     ]
@@ -152,10 +153,10 @@ def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Dou
 
 
 def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
-    """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what
-    such a pod holds."""
-    # Not all need to have heard of the attempt: an operator that died while it told them left some out, and
-    # nobody is told any more once a restore has failed. What they hold shows that they are back from before.
+    """Returns pods in which no attempt can begin and that may be moved.
+    All others wait for them, so there is time to copy what such a pod holds."""
+    # Not all need to have received the attempt's directive: an operator that died while it sent them left
+    # some out, and none is sent once a restore has failed. Their restore of an earlier attempt counts too.
     heard = {uid for uid, known in obs.reports.items() if known.silent_since is None} & obs.attempt_pods
     reports = {
         worker: report
@@ -186,8 +187,9 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt
 
 
 def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
-    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is:
-    it never does where it is not `restored`. Not for ever: a holder may have no room."""
+    """Returns whether the sidecar has data that its holders lack, or does not know yet what they lack.
+    Only a `restored` one ever learns that. After `_HAND_OVER` the answer is False: a holder may have no room.
+    """
     recovery = obs.job.status.recovery
     begun = recovery.decided_at if recovery is not None else None
     if begun is not None and obs.now - begun > _HAND_OVER:
@@ -207,19 +209,19 @@ def _bar(obs: Observation, report: Report) -> Doubt | None:
 
 
 def _shared(obs: Observation) -> bool:
-    """Whether other workers keep what one holds."""
+    """Returns whether other workers keep what one holds."""
     return bool(obs.copies) or obs.job.spec.parity is not None
 
 
 def _from_scratch(obs: Observation) -> bool:
-    """Whether there is nothing to lose yet."""
+    """Returns whether there is no state to lose yet."""
     status = obs.job.status
     return status.recovery is not None and status.restored_version is None
 
 
 def _accused(obs: Observation) -> Mapping[int, PodView]:
-    """Of each worker the pod that the attempt began with, else the newest one. There is a newer one beside it
-    if an operator made that and died before it wrote down why."""
+    """Returns each worker's pod that the attempt began with, else the newest one.
+    A newer one is beside it if an operator made that and died before it recorded why."""
     pods: dict[int, PodView] = {}
     for pod in sorted(obs.living, key=lambda pod: (pod.uid in obs.attempt_pods, pod.incarnation)):
         if 0 <= pod.worker < obs.size:

@@ -1,16 +1,15 @@
-"""Decides how many workers the job has now: fewer when nodes are lacking, all again when they come.
+"""Decides how many workers the job has: fewer when nodes are lacking, all again when they come.
 
-The size is in the status, written before anything follows from it, and all else goes by it
-(`Situation.size`). A smaller job has one spare more for each worker that it lacks, and when they are ready it
-grows.
+The size is written to the status before anything follows from it, and all else uses it (`Situation.size`).
+A smaller job has one more spare for each worker that it lacks, and grows when these are ready.
 
     shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
     whole     before an attempt with fewer has begun, if nodes take all pods after all
     grow      a planned attempt: when spares wait for all missing workers, for a while, and a version
               of the smaller job is complete, at a moment when few steps would be trained again
     grow      at once, if an attempt is due anyway
-    back      a growth that comes to nothing, because the spare is lost that it was begun for, or
-              copies cannot be spread as required
+    back      a growth is cancelled, because a spare that it needs is lost, or copies cannot be spread
+              as required
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 
 _FRESH_SECONDS = 2.0
-"""Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between
-snapshots, if that is more."""
+"""Seconds of training. The maximum age of the newest snapshot when the job grows.
+If a quarter of the steps between snapshots takes longer, that is the limit."""
 _FRESH_PART = 0.25
 _PATIENT_TIMES = 4
-"""Times the usual wait after which the job grows whatever the age of its newest snapshot."""
+"""The multiple of the usual wait after which the job grows whatever the age of its newest snapshot."""
 _GROWTH_SECONDS = 120.0
-"""That a growth may be under way before its attempt begins; something that cannot be seen before then stands
-against it."""
+"""Seconds. A growth is cancelled if its attempt has not begun by then.
+An obstacle that could not be seen before prevents it."""
 _LOOK_EVERY = 1.0
 
 
 Resized = tuple[JobRecord, Findings]
-"""The status with another size, to be written before anything else is done, and what there is to tell."""
+"""The status with another size, to be written before anything else is done, and the findings."""
 
 
 def resize(situation: Situation, upkeep: Upkeep) -> Resized | None:
-    """Another size, if there is reason to. `situation`: in its present size."""
+    """Returns the status with another size if there is reason to. `situation`: in its present size."""
     status = situation.job.status
     recovery = status.recovery
     if situation.resumption is not None:
@@ -67,7 +66,7 @@ def resize(situation: Situation, upkeep: Upkeep) -> Resized | None:
 
 
 def seconds_to_growth(obs: Observation) -> float | None:
-    """Seconds until the room that a smaller job has found may have lasted."""
+    """Returns the seconds until the room for growth may have lasted; None if there is no room."""
     size = obs.job.status.size
     if size is None or size.room_since is None:
         return None
@@ -100,7 +99,7 @@ def _grown_on_the_way(situation: Situation) -> Resized | None:
 
 
 def _planned(situation: Situation) -> Resized | None:
-    """Of a job that trains."""
+    """Tracks the room for growth of a job that trains, and begins a growth."""
     size, status = situation.job.status.size, situation.job.status
     assert size is not None
     wanted = situation.job.spec.workers
@@ -121,7 +120,7 @@ def _planned(situation: Situation) -> Resized | None:
 
 
 def _back(situation: Situation, upkeep: Upkeep) -> Resized | None:
-    """The smaller job still trains: nobody has told it to stop."""
+    """Cancels a growth that cannot proceed. The smaller job still trains: nothing has stopped it."""
     status, spec = situation.job.status, situation.job.spec
     before = status.history.ranks // spec.procs_per_worker
     lacking = [worker for worker in range(situation.size) if not situation.membership.housed(worker)]
@@ -145,7 +144,7 @@ def _all(obs: Observation) -> Resized:
 
 
 def _room(situation: Situation) -> bool:
-    """Whether spares wait for every worker that is missing."""
+    """Returns whether spares wait for every worker that is missing."""
     ready = [
         pod
         for pod in situation.spare_pool.ready
@@ -156,8 +155,8 @@ def _room(situation: Situation) -> bool:
 
 
 def _own_version(situation: Situation) -> bool:
-    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of
-    theirs, from which alone more of them can start: growing does not throw away what they did."""
+    """Returns whether these workers have a complete version of their own, and a snapshot of their own.
+    A larger job can start only from a snapshot; growing must not discard what the smaller one did."""
     status, branches, placement = (
         situation.job.status,
         situation.job.status.history.branches,
@@ -174,7 +173,7 @@ def _own_version(situation: Situation) -> bool:
 
 
 def _little_lost(situation: Situation) -> bool:
-    """Whether few steps would be trained again, because a snapshot is fresh."""
+    """Returns whether few steps would be trained again, because a snapshot is fresh."""
     checkpoint = situation.job.status.checkpoint
     pod, pace = situation.members.get(0), situation.job.status.step_seconds
     report, known = (
@@ -189,7 +188,7 @@ def _little_lost(situation: Situation) -> bool:
 
 
 def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Finding] | None:
-    """For the condition FullSize, by the status about to be written. None: the job may not shrink nor did."""
+    """Returns the condition FullSize for the status about to be written; None if it never applied."""
     spec = situation.job.spec
     wanted = spec.workers
     if record.size is None:

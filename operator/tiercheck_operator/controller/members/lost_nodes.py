@@ -1,18 +1,17 @@
-"""When a pod is lost that has not ended, and what is told of a sidecar that ended or fell silent.
+"""Decides when a pod is lost with its node, and describes sidecars that ended or do not answer.
 
-NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that:
-their kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five
+NotReady means that the node's kubelet and the API server do not reach each other. Pods outlive that: the
+kubelet may be stopped, or the API server may be unreachable for all nodes at once. Kubernetes waits five
 minutes before it ends such pods, and in an outage of all nodes for ever. Its eviction is obeyed when it
-comes; before that, a pod is given up only if it is silent towards us too, while others answer: never all at
+comes; before that, a pod is given up only if its sidecar is silent too while others answer: never all at
 once.
 
-Kubelets 1.35.0 to 1.35.3 do not start a trainer again, with a native sidecar with a startup probe beside
-it, once they were restarted themselves: kubernetes/kubernetes#136969, mended by #137146 (1.36.0) and
-#137885 (1.35.4).
+Kubelets 1.35.0 to 1.35.3 that were restarted do not start a trainer again if it has a native sidecar with a
+startup probe: kubernetes/kubernetes#136969, fixed by #137146 (1.36.0) and #137885 (1.35.4).
 
 A sidecar that ended takes no worker with it: training goes on, and the kubelet starts it again. Its memory is
-still there. But until it is back nothing that its worker does is kept, what was on its way was lost, and it
-may happen again. So it is told from its end until a new version is complete.
+still there. But until it is back no new state of its worker is kept, data in flight was lost, and it may
+happen again. So the status reports it from its end until a new version is complete.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from tiercheck_operator.model.observed import ContainerState, HostSign, Observat
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _PACES = 2.0
-"""Steps' worth of time without one after which training stands still."""
+"""The number of step durations without a step after which training counts as stalled."""
 _FAULTY = re.compile(r"v?1\.35\.[0-3](?!\d)")
 _FAULTY_LIMIT = 60.0
-"""Seconds. A kubelet that only waits says so: the container is in CrashLoopBackOff then."""
+"""Seconds without a restart by a faulty kubelet; one that only waits reports CrashLoopBackOff."""
 _LIMIT = 600.0
-"""The same with any other kubelet, whose reason nobody knows: an image may be pulled anew."""
+"""Seconds. The same for any other kubelet, for an unknown reason: an image may be pulled anew."""
 
 
 def why_lost(obs: Observation, pod: PodView) -> str:
-    """Why the pod's node is lost to it, as a clause; empty: it is not."""
+    """Returns why the pod's node is lost to it, as a clause; empty if it is not."""
     node = obs.nodes.get(pod.node) if pod.node is not None else None
     if node is None:
         return "the node is gone" if pod.node is not None and _node_missing(obs, pod) else ""
     if not node.lost or node.out_of_service:
         return node.lost
     if all(other.lost for other in obs.nodes.values()):
-        return ""  # nowhere to go, and nobody to believe
+        return ""  # there is no other node, and no evidence
     if is_heard(obs, pod):
         return f"{node.lost}, and nobody starts its trainer again" if _wants_a_kubelet(obs, pod) else ""
     return node.lost if _silent_too(obs, pod) else ""
 
 
 def silent_at(obs: Observation, pod: PodView) -> float | None:
-    """Unix seconds since when neither its sidecar nor a step of training was heard; None: not known."""
+    """Returns when calls began to fail or, if later, the last step was made, unix seconds; None: unknown."""
     known = obs.reports.get(pod.uid)
     if known is None or known.silent_since is None:
         return None
@@ -59,7 +58,7 @@ def silent_at(obs: Observation, pod: PodView) -> float | None:
 
 
 def out_of_reach(obs: Observation, pod: PodView) -> bool:
-    """Whether nobody is there to end the pod gracefully."""
+    """Returns whether no kubelet is there to end the pod gracefully."""
     node = obs.nodes.get(pod.node) if pod.node is not None else None
     if pod.node is None or not obs.nodes:
         return False
@@ -67,7 +66,7 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
 
 
 def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> Finding | None:
-    """For the condition Placed; None: the members' nodes are ready."""
+    """Returns the finding for the condition Placed; None if the members' nodes are ready."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
     if not found:
@@ -83,11 +82,12 @@ def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> 
 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
-    """For long enough, without a step of training, while others answer: else it is we who are cut off."""
+    """Returns whether the pod is silent for long enough, without a step of training, while others answer.
+    Otherwise the operator may be the one that is cut off."""
     known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
         # It never had an address. After an outage of the API server nodes turn not ready one after the other,
-        # and are ready again with their kubelets' next word.
+        # and ready again with their kubelets' next update.
         return obs.now - (pod.housed_since or obs.now) > patience.silent
     if known.silent_since is None:
         return False  # not asked yet
@@ -104,7 +104,7 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
 
 
 def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
-    """The job is held up as the pod's trainer container has ended: only a kubelet could start it again."""
+    """Returns whether the job waits for the pod's ended trainer container, which only a kubelet can start."""
     recovery, report = obs.job.status.recovery, obs.report(pod)
     if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
         return False
@@ -114,8 +114,8 @@ def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
 
 
 def _node_missing(obs: Observation, pod: PodView) -> bool:
-    """Pods and nodes are watched apart, so a new node's pod may be seen before the node: an answer, or youth,
-    speaks for it."""
+    """Returns whether the pod's node does not exist.
+    A new node's pod may be seen before the node, so a pod that answers or is new counts as having one."""
     known = obs.reports.get(pod.uid)
     if not obs.nodes or known is None:
         return False
@@ -125,7 +125,7 @@ def _node_missing(obs: Observation, pod: PodView) -> bool:
 
 
 def why_left_down(obs: Observation, pod: PodView) -> str:
-    """What there is to say about it, as a clause; empty: the pod's trainer runs, or is going to."""
+    """Returns that the kubelet does not start the trainer again, as a clause; empty: it runs or will."""
     container, node = pod.trainer, obs.nodes.get(pod.node or "")
     ended = container.state is ContainerState.ENDED and container.exit_code != 0 and container.restartable
     if not ended or container.since is None or pod.phase != "Running" or node is None or node.lost:
@@ -149,8 +149,7 @@ _NEXT = (
 
 
 def describe_sidecar_end(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
-    """A sentence about a sidecar of `workers` that was restarted since the newest version was complete;
-    empty: there is none."""
+    """Returns a sentence about a sidecar of `workers` restarted after the newest complete version, or ''."""
     tier = record.tiers.get("peer" if obs.copies or obs.job.spec.parity else "local")
     complete = parse_time(tier.time) if tier is not None else None
     for pod in sorted(obs.living, key=lambda pod: (pod.worker, -pod.incarnation)):
@@ -163,9 +162,8 @@ def describe_sidecar_end(obs: Observation, record: JobRecord, workers: Collectio
 
 
 def find_silent_members(obs: Observation) -> list[PodView]:
-    """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if
-    nobody
-    answers: that is our own trouble."""
+    """Returns the attempt's members with a sidecar that does not answer for longer than one lost call.
+    The list is empty if no sidecar answers: then the operator is cut off."""
     living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
     if not any(is_heard(obs, pod) for pod in living):
         return []
@@ -181,7 +179,7 @@ def _away(obs: Observation, pod: PodView) -> bool:
 
 
 def describe_silent_sidecars(obs: Observation) -> Finding | None:
-    """What there is to say of sidecars that do not answer now; None: all do."""
+    """Returns the finding about sidecars that do not answer; None if all do."""
     pods = find_silent_members(obs)
     if not pods:
         return None
@@ -203,7 +201,7 @@ def describe_silent_sidecars(obs: Observation) -> Finding | None:
         text = f"{whose} {_how(pod)} and {_expected(pod)}. {until}. {kept}.{_advice(pod)}"
         return Finding(conditions.SIDECAR_RESTARTING, text)
     if obs.reports[pod.uid].host is HostSign.REFUSED:
-        # The kubelet tells of it within a second or two; if it does not, the message says more.
+        # The kubelet reports it within a second or two; if it does not, the message adds that.
         lately = (seconds_silent(obs, pod) or 0.0) <= obs.patience.suspect
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING

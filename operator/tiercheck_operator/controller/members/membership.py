@@ -1,6 +1,6 @@
-"""Who belongs to the job right now, and who was lost: the first question of every reconcile.
+"""Determines which pods belong to the job and which are lost, first of all in every reconcile.
 
-A worker's member is its newest pod that is not lost. A spare is warm, and no worker's yet.
+A worker's member is the attempt's pod while it lives, else its newest. A spare is warm, and no worker's yet.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
     "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC",
 }  # fmt: skip
-"""Reasons with which Kubernetes fails a pod: the kubelet's (pressure, shutdown), and of DisruptionTarget."""
+"""Reasons with which Kubernetes fails a pod: the kubelet's (pressure, shutdown), DisruptionTarget's."""
 
 
 _OWN_LIMIT = re.compile(
     r"exceeded its local ephemeral storage limit|exceeds the total limit of containers"
     r'|Usage of EmptyDir volume "(?!tiercheck-)'
 )
-"""What a kubelet says where the pod itself is the reason (pkg/kubelet/eviction/helpers.go). Our own volumes
-are not the user's doing."""
+"""Matches a kubelet's message if the pod itself is the reason (pkg/kubelet/eviction/helpers.go).
+TierCheck's own volumes are excluded: they are not the user's doing."""
 _LONGEST = 3600.0
-"""Seconds for which a node is remembered at most."""
+"""The maximum number of seconds for which a node is remembered."""
 _PLACES, _SAID = 8, 300
-"""Nodes that are remembered, and characters of what was said of each."""
+"""The number of nodes that are remembered, and of characters of each one's message."""
 
 
 @dataclass(frozen=True)
@@ -51,50 +51,50 @@ class Loss:
     cause: Cause
     message: str
     pod: PodView | None
-    """None: it is gone already."""
+    """The pod; None: it is gone already."""
     node: str | None
-    """Set if the node itself is under suspicion."""
+    """The node, if that itself is under suspicion."""
     at: float | None
-    """Unix seconds, if known."""
+    """Unix seconds of the loss, if known."""
     why: str = ""
     """The message without the pod."""
     of_place: bool = False
-    """The pod did not start, or something on its node made it go."""
+    """True if the pod did not start, or something on its node made it go."""
 
 
 @dataclass(frozen=True)
 class Membership:
     members: Mapping[int, PodView]
     losses: tuple[Loss, ...]
-    """Of members of the current attempt. A pod that was left or replaced before has nothing to do with what
-    fails now."""
+    """The losses of the current attempt's members.
+    Pods that were left or replaced before are not among them: they have nothing to do with what fails."""
     suspects: frozenset[str]
-    """Names of nodes that new pods and copies stay away from."""
+    """The names of nodes that new pods and copies stay away from."""
     departures: Mapping[int, Departure] = field(default_factory=dict)
     """Workers that are about to leave their pod, which trains on meanwhile."""
     lost: Mapping[str, Loss] = field(default_factory=dict)
-    """By pod UID: of every pod that is no member any more, or is to be none."""
+    """The losses by pod UID, of every pod that is not a member, or is not to stay one."""
     beyond: tuple[PodView, ...] = ()
-    """Members of the current attempt that the job, which goes on smaller, has no place for under their
-    number: they get another one."""
+    """Members of the current attempt with a number beyond the size of a job that goes on smaller.
+    They get another number."""
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]
 
     def housed(self, worker: int) -> bool:
-        """Whether the worker has a pod that has a node."""
+        """Returns whether the worker has a pod that has a node."""
         pod = self.members.get(worker)
         return pod is not None and pod.node is not None
 
 
 def members_digest(members: Mapping[int, PodView]) -> str:
-    """Names the set of pods that make up an attempt."""
+    """Returns a digest of the set of pods that make up an attempt."""
     text = ";".join(f"{worker}={members[worker].uid}" for worker in sorted(members))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
-    """Asks of every pod of the job whether it is lost. `doubted`: those that we give up ourselves, by UID."""
+    """Classifies every pod of the job. The mapping has the pods that the operator gives up, by UID."""
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
@@ -136,20 +136,20 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
 def _never_up(
     obs: Observation, living: Mapping[int, Sequence[PodView]], lost: Mapping[str, Loss]
 ) -> list[tuple[PodView, str]]:
-    """New pods on nodes that failed next, or at the same time without a pod of this job that would have told,
-    and why they go. Their silence says nothing, so without this they would wait there until Kubernetes
-    notices."""
+    """Returns new pods on nodes that failed, and why they go.
+    The node failed next, or at the same time without a pod of this job that would have shown it. Their
+    silence is no evidence, so without this they would wait there until Kubernetes notices."""
     left = {loss.node for loss in lost.values() if loss.cause is Cause.NODE_SILENT}
     found = []
     for pod in (pod for pods in living.values() for pod in pods):
         if pod.uid in obs.attempt_pods or pod.node is None or was_up(obs, pod):
             continue
         waited = obs.now - (pod.housed_since or obs.now)
-        # Ours avoid the node from then on; of another controller's each new one may land there again.
+        # Our pods avoid the node from then on; each new one of another controller may land there again.
         if pod.node in left and obs.job.spec.attach is None:
             found.append((pod, "it has not come up, and nothing else answers there"))
         elif obs.now - obs.kubelets.get(pod.node, 0.0) <= obs.patience.lease:
-            continue  # it lives, and is only late, as after an outage of the API server
+            continue  # the kubelet lives, and is only late, as after an API server outage
         elif not pod.claimed and waited > obs.patience.unclaimed:
             found.append((pod, f"no kubelet has taken it for {waited:.0f} s"))
     return found
@@ -176,15 +176,14 @@ def _given_up_by_us(pod: PodView, doubt: Doubt) -> Loss:
 
 
 def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
-    """Why the pod is lost; None: it is not."""
+    """Returns why the pod is lost; None if it is not."""
     lost = partial(_lost, pod)
     node = obs.nodes.get(pod.node or "")
     gone = why_lost(obs, pod) if node is None or node.lost else ""
     if gone:
         return lost(Cause.NODE_LOST, gone, node=pod.node, at=silent_at(obs, pod))
     if pod.deleting:
-        # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is
-        # gone.
+        # Checked before the phase: a pod that is ended is Failed or Succeeded for a moment before it goes.
         given_up = _given_up(pod)
         if given_up is not None:
             cause, why = given_up
@@ -212,13 +211,13 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
 
 
 def _refused_by_kubelet(obs: Observation, pod: PodView) -> bool:
-    """Whether a pod that has failed was not admitted, or not again: for every reason but those of others."""
+    """Returns whether the kubelet did not admit a failed pod, initially or again, for a reason of its own."""
     came_up = pod.uid in obs.attempt_pods or pod.ip is not None
     return bool(pod.disruption) and not (came_up and pod.disruption in (*_DISRUPTIONS, "DeadlineExceeded"))
 
 
 def _why_not_started(obs: Observation, pod: PodView) -> str:
-    """Why a pod on a node is given up that does not start, while one elsewhere has; empty: it is not."""
+    """Returns why a pod that has not started, while one elsewhere has, is given up; empty if it is not."""
     unborn = pod.trainer.state is ContainerState.UNBORN
     if pod.housed_since is None or obs.job.spec.attach is not None or not unborn:
         return ""
@@ -235,7 +234,7 @@ def _why_not_started(obs: Observation, pod: PodView) -> str:
 def note_places(
     known: Sequence[PlaceRecord], lost: Sequence[Loss], now: float, kept: float
 ) -> tuple[PlaceRecord, ...]:
-    """`known` with the nodes of lost pods that did not start or had to go.
+    """Returns `known` with the nodes of lost pods that did not start or had to go.
 
     Each is kept for `kept` seconds after the first time, and for twice as long after each further one.
     """
@@ -251,7 +250,7 @@ def note_places(
 
 
 def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
-    """Of pods that the attempt began with. If those are not known, of the newest pod of each such worker."""
+    """Returns the losses of the attempt's pods; if these are unknown, of each missing worker's newest pod."""
     if current:
         return [loss for uid, loss in lost.items() if uid in current]
     newest: dict[int, Loss] = {}
@@ -273,18 +272,18 @@ _OF_NODES = (
 NOTED_CAUSES = (
     *_OF_NODES, Cause.NODE_LEAVING, Cause.SIDECAR_SILENT, Cause.POD_FAILED, Cause.STORAGE_EXCEEDED
 )  # fmt: skip
-"""Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the
-pod is gone."""
+"""The causes for which the operator itself deletes a pod.
+Those of nodes keep the node under suspicion until the pod is gone."""
 
 
 def _given_up(pod: PodView) -> tuple[Cause, str] | None:
-    """Why we deleted the pod, if it is one that we gave up."""
+    """Returns why the operator deleted the pod; None if it did not give it up."""
     cause, _, why = pod.given_up.partition(": ")
     return next(((known, why) for known in NOTED_CAUSES if known.value == cause), None)
 
 
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
-    """Workers of the current attempt whose pod object is gone."""
+    """Returns the losses of workers of the current attempt that have no pod object any more."""
     if not obs.job.status.members or obs.placement is None:
         return []
     present = {pod.uid for pod in obs.pods}
@@ -315,13 +314,13 @@ class SparePool:
     """The spares by number, each in one of three states."""
 
     ready: tuple[PodView, ...]
-    """Sidecar and launcher wait."""
+    """The spares with a sidecar and a launcher that wait."""
     coming: tuple[PodView, ...]
     lost: tuple[PodView, ...]
 
 
 def find_spares(obs: Observation) -> SparePool:
-    """Sorts the spares by the rules for members, but that nobody accuses one."""
+    """Classifies spares by the rules for members, except that peers do not report on them."""
     ready, coming, lost = [], [], []
     silent = _silent(obs)
     for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
@@ -335,7 +334,7 @@ def find_spares(obs: Observation) -> SparePool:
 
 
 def _silent(obs: Observation) -> set[str]:
-    """Spares that have been silent for too long, while somebody else of the job answers."""
+    """Returns the spares that have been silent for too long while another sidecar of the job answers."""
     answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
     if not answering:
         return set()

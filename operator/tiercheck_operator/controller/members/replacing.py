@@ -1,13 +1,13 @@
-"""Decides which pods to make and to remove and which nodes they avoid, and tells a lack of room.
+"""Decides which pods to make and to remove and which nodes they avoid, and reports a lack of room.
 
 A lost pod is replaced under a new name at once, without waiting for the old one to be confirmed dead: the
-attempt fences it. The sidecars of a job keep the image that it began with, so that an upgrade of the
-operator touches no pod and all sidecars of an attempt speak the same language. A job gets the current image
-when it is suspended and resumed.
+attempt fences it. The sidecars of a job keep the image that it began with, so that an upgrade of the operator
+touches no pod and all sidecars of an attempt use the same protocol. A job gets the current image when it is
+suspended and resumed.
 
 New pods avoid nodes where pods of the job did not start, or had to be left. After the first time the next pod
 prefers other nodes, after the second it requires them. If it finds none, it is made again without that
-requirement. The memory is in the status; its loss costs one more try.
+requirement. The avoided nodes are kept in the status; losing them costs one more try.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tiercheck_operator.model.observed import JobView, Observation, PodView, soo
 from tiercheck_operator.model.status import JobRecord, rfc3339
 
 _TIMES = 2
-"""Failures on one node after which other nodes are required."""
+"""The number of failures on one node after which other nodes are required."""
 _NAMED = 4
 
 
 def preferred_against(situation: Situation) -> tuple[str, ...]:
-    """Host names that new pods stay away from if they can."""
+    """Returns the host names that new pods stay away from if they can."""
     found = (
         situation.unwelcome | quiet_nodes(situation.testimony) | {place.node for place in situation.places}
     )
@@ -44,14 +44,14 @@ def preferred_against(situation: Situation) -> tuple[str, ...]:
 
 
 def required_against(situation: Situation, held: bool = False) -> tuple[str, ...]:
-    """Host names that new pods stay away from; `held`: only those that are not well now, for a pod that found
-    no other."""
+    """Returns the host names that new pods must stay away from.
+    `held`: only hosts that are unwell at present, for a pod that found no other."""
     again = {place.node for place in situation.places if place.times >= _TIMES and not held}
     return tuple(sorted({_host(situation, name) for name in situation.membership.suspects | again}))
 
 
 def is_held_by_avoidance(situation: Situation, pod: PodView) -> bool:
-    """Whether the pod waits for a node, and another one in its place would avoid fewer."""
+    """Returns whether the pod waits for a node, and another one in its place would avoid fewer."""
     if pod.node is not None or pod.unschedulable_since is None:
         return False
     late = situation.now - pod.unschedulable_since >= situation.patience.unschedulable
@@ -59,7 +59,7 @@ def is_held_by_avoidance(situation: Situation, pod: PodView) -> bool:
 
 
 def describe_avoided(situation: Situation, pod: PodView) -> str:
-    """Which nodes a pod without a node avoids, and until when, as a sentence; empty: none."""
+    """Returns which nodes a pod without a node avoids, and until when, as a sentence; empty: none."""
     end = rfc3339((pod.unschedulable_since or situation.now) + situation.patience.unschedulable)
     ill = {*required_against(situation, held=True)}
     told = [
@@ -70,7 +70,7 @@ def describe_avoided(situation: Situation, pod: PodView) -> str:
 
 
 def describe_newest_place(situation: Situation) -> str:
-    """The last node on which a pod did not start since the failure, as a clause; empty: there is none."""
+    """Returns the last node on which a pod did not start since the failure, as a clause; empty: none."""
     recovery = situation.job.status.recovery
     since = recovery.detected_at if recovery is not None else 0.0
     newest = max(situation.places, key=lambda place: place.time, default=None)
@@ -84,8 +84,8 @@ def _host(situation: Situation, name: str) -> str:
 
 
 def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[list[Action], float | None]:
-    """Pods to create and delete, and how long to wait if a replacement is put off. Workers in `taken` get a
-    spare instead."""
+    """Returns the pods to create and delete, and the seconds until a replacement that is put off.
+    Workers in `taken` get a spare instead."""
     actions: list[Action] = []
     wait: float | None = None
     unwelcome = preferred_against(situation)
@@ -111,12 +111,12 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
 
 
 def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
-    """What is left to us of `actions`, where another controller makes, counts and gives up the pods.
+    """Returns the allowed part of `actions` if another controller makes, counts and gives up the pods.
 
     None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods of the
     job's workers that stand in the owner's way go, so that it makes others at once; the attempt fences them.
     """
-    workers = situation.job.spec.workers  # pods beyond take no part: nothing waits for others in their place
+    workers = situation.job.spec.workers  # pods beyond take no part and need no replacement
     pods = (loss.pod for loss in situation.membership.lost.values() if loss.worker < workers)
     lost = {pod.uid for pod in pods if pod is not None and not pod.terminal}
     return [
@@ -127,7 +127,7 @@ def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
 
 
 def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
-    """Host name of the node where the worker's memory outlived its pod; empty: none, or it is not well."""
+    """Returns the host of the node where the worker's memory outlived its pod; empty: none, or unwell."""
     if not situation.job.spec.node_memory:
         return ""
     names = [
@@ -147,8 +147,8 @@ def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
 
 
 def _pause(situation: Situation, worker: int) -> float:
-    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight
-    loop, nor do they try one node after the other with a health check that fails everywhere."""
+    """Returns the seconds to wait before the worker gets another pod, to prevent a tight loop.
+    It is for pods that never came up, and for a health check that may fail on one node after the other."""
     newest = max(
         (pod for pod in situation.pods if pod.worker == worker),
         key=lambda pod: (pod.incarnation, pod.created),
@@ -176,7 +176,7 @@ def next_incarnation(obs: Observation, worker: int) -> int:
 
 
 def _removals(situation: Situation) -> list[Action]:
-    """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
+    """Returns deletions of pods that are no members; forced on lost nodes, where no kubelet would answer."""
     keep = {pod.uid for pod in (*situation.members.values(), *situation.membership.beyond)}
     keep -= situation.membership.lost.keys()
     keep |= {each.new.uid for each in situation.membership.departures.values() if each.new is not None}
@@ -193,7 +193,7 @@ def _removals(situation: Situation) -> list[Action]:
 
 
 def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
-    """To delete a pod, unless that was asked for: without waiting for its node if nobody there can end it."""
+    """Returns the deletion of a pod unless it was requested before; forced if no kubelet there can end it."""
     gone = out_of_reach(obs, pod)
     if pod.deleting and not gone:
         return []
@@ -204,8 +204,8 @@ def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
 
 
 def choose_sidecar_image(status: JobRecord, pods: Iterable[PodView], configured: str) -> str:
-    """The image in the status; else that of the job's newest pod, which an operator made that could not write
-    it down; else the one that the operator was given."""
+    """Returns the image in the status, else that of the job's newest pod, else the configured one.
+    The status lacks it if the operator that made the pod could not record it."""
     if status.sidecar_image:
         return status.sidecar_image
     living = [pod for pod in pods if pod.sidecar_image and not pod.terminal]
@@ -213,13 +213,13 @@ def choose_sidecar_image(status: JobRecord, pods: Iterable[PodView], configured:
     return configured if newest is None else newest.sidecar_image
 
 
-# Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers
-# that have nodes keep what they hold, because nobody touches them. What is possible is decided here, and
-# nowhere else; what follows from it is in `elastic.py`.
+# A job that lacks nodes goes on smaller, if its spec allows that and it can; else it waits. Either way the
+# workers that have nodes keep what they hold, because they are not touched. What is possible is decided here,
+# and nowhere else; what follows from it is in `elastic.py`.
 
 
 def describe_shortage(situation: Situation) -> Finding | None:
-    """For the condition Placed; None: every worker has a pod with a node, or will have as far as is known."""
+    """Returns the finding for Placed; None: every worker has a pod with a node or, as far as known, will."""
     refused = refused_workers(situation)
     if not (refused or unschedulable_members(situation.membership)):
         return None
@@ -237,7 +237,7 @@ def describe_shortage(situation: Situation) -> Finding | None:
 
 
 def describe_owner(situation: Situation) -> Finding | None:
-    """What there is to say where an attached job's owner has another size by now."""
+    """Returns the finding about an attached job's owner that has another size by now; None if it has not."""
     now, attach, workers = situation.owner_size, situation.job.spec.attach, situation.job.spec.workers
     if attach is None or now in (None, workers):
         return None
@@ -251,7 +251,7 @@ def describe_owner(situation: Situation) -> Finding | None:
 
 
 def describe_ill_device(members: Mapping[int, PodView]) -> Finding | None:
-    """The first worker's that its kubelet calls so."""
+    """Returns the finding about the first worker with a device that its kubelet calls ill, else None."""
     pod = next((pod for _, pod in sorted(members.items()) if pod.ill), None)
     if pod is None:
         return None
@@ -260,7 +260,7 @@ def describe_ill_device(members: Mapping[int, PodView]) -> Finding | None:
 
 
 def refused_workers(situation: Situation) -> dict[int, str]:
-    """Returns what the API server said to the pods of workers that have none, by worker."""
+    """Returns the API server's refusals of pods for workers that have none, by worker."""
     missing = situation.membership.missing(situation.size) if situation.refused else []
     found = ((worker, situation.refused.get(worker)) for worker in missing)
     return {worker: refusal.sentence for worker, refusal in found if refusal is not None and refusal.told}
@@ -284,22 +284,21 @@ def refused_beside_workers(situation: Situation) -> Finding | None:
 
 
 def unschedulable_members(membership: Membership) -> list[PodView]:
-    """Those that the scheduler finds no node for."""
+    """Returns the members that the scheduler finds no node for."""
     return [pod for pod in membership.members.values() if pod.unschedulable]
 
 
 def is_overdue(situation: Situation) -> bool:
-    """Whether no node, or not the API server, has taken some pod for failurePolicy.capacityTimeoutSeconds."""
+    """Returns whether a pod was without a node or refused for failurePolicy.capacityTimeoutSeconds."""
     lacking = unschedulable_members(situation.membership) or refused_workers(situation)
     return bool(lacking) and _clock(situation)[1] <= situation.now
 
 
 def possible_size(situation: Situation) -> int | None:
-    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to
-    wait.
+    """Returns the number of workers that the job could go on with if it may shrink; None: it has to wait.
 
-    Only once nothing is on its way any more: every other worker's pod was refused, or looked at by the
-    scheduler, and none that is being ended still has a node.
+    These are the workers that have nodes. It waits while anything is pending: every other worker's pod was
+    refused, or looked at by the scheduler, and none that is being ended still has a node.
     """
     size = sum(pod.node is not None for pod in situation.members.values())
     lacking = len(unschedulable_members(situation.membership)) + len(refused_workers(situation))
@@ -311,7 +310,7 @@ def possible_size(situation: Situation) -> int | None:
 
 
 def why_not_smaller(situation: Situation, size: int) -> str:
-    """Why the job may not go on with `size` workers, as a clause; empty: it may."""
+    """Returns why the job may not go on with `size` workers, as a clause; empty if it may."""
     spec = situation.job.spec
     if spec.min_workers is None:
         return "spec.elastic is not set"
@@ -331,8 +330,8 @@ def why_not_smaller(situation: Situation, size: int) -> str:
 
 
 def _leads_back(situation: Situation, size: int) -> bool:
-    """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin
-    from scratch."""
+    """Returns whether `size` workers can restore a version from those that have nodes.
+    The job must not go on smaller from scratch."""
     spec, status = situation.job.spec, situation.job.status
     if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
         return True
@@ -342,14 +341,14 @@ def _leads_back(situation: Situation, size: int) -> bool:
 
 
 def _clock(obs: Observation) -> tuple[float, float]:
-    """Since when a pod is waited for, and when that has been long enough."""
+    """Returns when the wait for a pod began, and when it has been long enough."""
     recovery, limit = obs.job.status.recovery, obs.job.spec.capacity_timeout or obs.patience.capacity
     since = recovery.detected_at if recovery is not None else obs.now
     return since, since + limit
 
 
 def describe_lack(situation: Situation) -> str:
-    """Returns which workers have no pod or no node, and what API server and scheduler say."""
+    """Returns which workers have no pod or no node, with the API server's and the scheduler's messages."""
     unschedulable, refused = unschedulable_members(situation.membership), refused_workers(situation)
     told = []
     if refused:
@@ -364,7 +363,7 @@ def describe_lack(situation: Situation) -> str:
 
 
 def _outlook(situation: Situation, end: float) -> str:
-    """Before time is up."""
+    """Returns what will happen, or what to do, while the capacity timeout has not ended."""
     size = possible_size(situation)
     if size is not None:
         return (

@@ -1,8 +1,7 @@
 """Keeps spares, gives a lost worker's identity to one of them, and makes a new one behind it.
 
-What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next
-finds it a member like any other, and all that follows (attempt, directive, restore) is the same as for a new
-pod.
+A label makes a spare a member; it is patched only if the pod is unchanged since it was seen. The next
+reconcile finds an ordinary member, and attempt, directive and restore are the same as for a new pod.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tiercheck_operator.planning.topology import HOST, Level, Topology
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What to do about spares in this reconcile."""
+    """The actions on spares in this reconcile."""
 
     takeovers: tuple[Promote, ...] = ()
     actions: tuple[Action, ...] = ()
@@ -42,13 +41,13 @@ class Upkeep:
 
     @property
     def taken(self) -> frozenset[int]:
-        """Workers that get a pod that is there already."""
+        """Returns the workers that get a pod that exists already."""
         return frozenset(each.worker for each in self.takeovers)
 
 
 @dataclass(frozen=True)
 class SparesStanding:
-    """What the status says about spares."""
+    """The state of the spares for the status."""
 
     record: SparesRecord
     enough: bool
@@ -56,7 +55,7 @@ class SparesStanding:
 
 
 def describe_spares(situation: Situation) -> SparesStanding | None:
-    """None: no spares are wanted, and there are none."""
+    """Returns the state of the spares; None if none are wanted and there are none."""
     wanted = situation.wanted_spares
     if not wanted and not situation.spares:
         return None
@@ -83,7 +82,7 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
 
 
 def keep_spares(situation: Situation) -> Upkeep:
-    """Spares for workers that lack a pod, and new spares behind. Workers go first where room is scarce."""
+    """Gives workers without a pod a spare, and makes new spares. Workers go first where room is scarce."""
     pool = situation.spare_pool
     renamed = _renamed(situation)
     takeovers = (*renamed, *_takeovers(situation, pool, {each.worker for each in renamed}))
@@ -116,9 +115,8 @@ def keep_spares(situation: Situation) -> Upkeep:
 
 
 def _renamed(situation: Situation) -> tuple[Promote, ...]:
-    """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather
-    than new pods that have found a node meanwhile, because their memory holds state.
-    """
+    """Gives numbers of lost workers to survivors of a job that goes on smaller.
+    They precede spares and new pods that have found a node, because their memory holds state."""
     if not situation.membership.beyond:
         return ()
     members, numbers = situation.members, range(situation.size)
@@ -164,14 +162,14 @@ def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[
 def choose_spare(
     survivors: Sequence[str], spares: Mapping[int, str], topology: Topology, level: Level | str
 ) -> int | None:
-    """The number of the spare to use; None if there is none.
+    """Returns the number of the spare to use; None if there is none.
 
     A domain with more than half of the workers cannot be matched by holders outside of it. So the spare in
     the least crowded domain is the one that costs least tolerance.
 
-    `survivors`: the node of each worker that has one. `spares`: number to node. Of the domains of `level` the
-    one with the fewest workers counts, then of the narrower levels, then of the wider ones; then the lowest
-    number. A node whose domain is not known counts as if all survivors were in it.
+    `survivors`: the node of each worker that has one. `spares`: number to node. The spare with the fewest
+    workers in its domain of `level` is used, then of the narrower levels, then of the wider ones; then the
+    lowest number. A node in an unknown domain counts as if all survivors were in it.
     """
     first = topology.level_index(level)
     narrower, wider = topology.levels[first:], tuple(reversed(topology.levels[:first]))
@@ -190,20 +188,20 @@ def _together(survivors: Sequence[str], node: str, topology: Topology, level: Le
 
 
 def _needs_pod(membership: Membership, worker: int) -> bool:
-    """A pod that no node takes is as good as none while a spare waits; one that must leave soon is left."""
+    """Returns whether a spare should replace the worker's pod: it is missing, has no node, or must leave."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
     return member is None or member.unschedulable or (going is not None and going.new is None)
 
 
 def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:
-    """Those that are not wanted any more: the youngest first, before them those that are not ready."""
+    """Returns the spares beyond `wanted`: those that are not ready first, then the youngest."""
     ready = {pod.uid for pod in pool.ready}
     order = sorted(left, key=lambda pod: (pod.uid in ready, -(pod.spare or 0)))
     return order[: max(0, len(left) - wanted)]
 
 
 def _pause(situation: Situation, pool: SparePool) -> float:
-    """Seconds before another spare is made: those that never came up are not replaced in a tight loop."""
+    """Returns the seconds before another spare is made, so that failing ones are not replaced in a loop."""
     failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
     return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 

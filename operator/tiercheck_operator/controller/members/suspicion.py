@@ -1,11 +1,11 @@
-"""Finds workers to give up before Kubernetes does, from what sidecars say and from their silence.
+"""Finds workers to give up before Kubernetes does, from sidecars' reports and from their silence.
 
-The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words. For a pod
-speak answers of its sidecar, its kubelet's word, and steps of training, each of which takes all ranks.
+The rule itself is `planning.suspicion`. This module collects its evidence and words its result. A pod is
+shown to live by its sidecar's answers, its kubelet's status, and steps of training, each of which takes all
+ranks.
 
-A real kubelet shows a container as running a second after it was made, and as started once its startup probe
-has passed. When one ends it says so within a second or two. When the kubelet itself is dead, all that it said
-stays as it was.
+A real kubelet shows a container as running a second after it was made, as started once its startup probe has
+passed, and as ended within a second or two. When the kubelet itself is dead, its last status stays as it was.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tiercheck_operator.planning.suspicion import (
 )
 
 _STARTS = 150.0
-"""Seconds from its address to its first answer that a sidecar gets while its kubelet says that it starts:
-after 120 s its startup probe ends it."""
+"""Seconds from address to first answer that a sidecar gets while its kubelet shows it as starting.
+After 120 s its startup probe ends it."""
 _ASK_AGAIN = 1.0
 """Seconds between two calls to a pod that peers cannot reach."""
 
 
 def is_heard(obs: Observation, pod: PodView) -> bool:
-    """Whether the last call of its sidecar was answered."""
+    """Returns whether the last call to its sidecar was answered."""
     known = obs.reports.get(pod.uid)
     return known is not None and known.silent_since is None and known.answered_at is not None
 
 
 def seconds_silent(obs: Observation, pod: PodView) -> float | None:
-    """Seconds for which its sidecar, which ought to, has not answered; None: it does, or was not asked yet.
+    """Returns the seconds for which its sidecar has not answered; None: it does, or was not called yet.
 
-    They begin anew when its kubelet says that it is up: that may be told before our next call gets through.
+    They begin anew when its kubelet shows it as up, which may be before our next call gets through.
     """
     known = obs.reports.get(pod.uid)
     if known is None or known.silent_since is None:
@@ -55,7 +55,7 @@ def seconds_silent(obs: Observation, pod: PodView) -> float | None:
 
 
 def was_up(obs: Observation, pod: PodView) -> bool:
-    """Whether its sidecar has ever been there to answer. Before that its silence means nothing."""
+    """Returns whether its sidecar has ever been there to answer. Before that its silence means nothing."""
     known, state = obs.reports.get(pod.uid), pod.sidecar.state
     if state is ContainerState.UP or (known is not None and known.answered_at is not None):
         return True
@@ -65,8 +65,8 @@ def was_up(obs: Observation, pod: PodView) -> bool:
 
 
 def restart_due(obs: Observation, pod: PodView) -> float | None:
-    """Seconds until its kubelet starts its sidecar again, negative if it should be back by now; None: no
-    kubelet says that it is away."""
+    """Returns the seconds until its kubelet restarts its sidecar, negative if that is overdue.
+    None if no kubelet shows it as ended."""
     sidecar, node = pod.sidecar, obs.nodes.get(pod.node or "")
     if node is not None and node.lost:
         return None
@@ -76,13 +76,13 @@ def restart_due(obs: Observation, pod: PodView) -> float | None:
         return None
     said = sidecar.since if sidecar.since is not None else obs.now
     if sidecar.back_off and sidecar.ended_at is not None:
-        # By the node's clock, so not further away than the kubelet said.
+        # By the node's clock, so not further away than the kubelet's back-off.
         return min(sidecar.ended_at + sidecar.back_off - obs.now, sidecar.back_off)
     return min(0.0, said - obs.now)
 
 
 def describe_training(obs: Observation) -> Training:
-    """How the job as a whole gets on."""
+    """Returns the progress of the job as a whole."""
     status = obs.job.status
     steps = [
         known.stepped_at
@@ -91,7 +91,7 @@ def describe_training(obs: Observation) -> Training:
         and known.report is not None
         and known.report.attempt == status.attempt
     ]
-    # Sidecars that were just started have not heard yet whether their trainers make steps.
+    # Sidecars that were just started have no information yet on their trainers' steps.
     told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_heard(obs, pod)]
     stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
     waits = status.recovery is not None and status.recovery.released_at is None
@@ -100,18 +100,18 @@ def describe_training(obs: Observation) -> Training:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Why a pod is given up on our own account."""
+    """The reason why the operator itself gives a pod up."""
 
     cause: Cause
     why: str
     since: float | None
     of_node: bool = True
-    """Its node is to be avoided: nothing of the job answers there, nothing at all, or not as it should."""
+    """True if its node is to be avoided: no pod of the job answers there, or not as it should."""
 
 
 @dataclass(frozen=True)
 class Testimony:
-    """What the running pods say of each other, heard once per look."""
+    """The evidence from the running pods about each other, collected once per reconcile."""
 
     running: Sequence[PodView]
     witnesses: Sequence[Witness]
@@ -119,14 +119,14 @@ class Testimony:
 
 
 def hear_witnesses(obs: Observation) -> Testimony:
-    """Of all pods that were up and are not being ended."""
+    """Collects the evidence from all pods that were up and are not being ended."""
     running = [pod for pod in obs.living if was_up(obs, pod)]
     homes = {(pod.worker, pod.address): pod.uid for pod in running}
     return Testimony(running, [_witness(obs, pod, homes) for pod in running], describe_training(obs))
 
 
 def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
-    """By pod UID. Never all running pods: then it is we who are cut off."""
+    """Returns the pods to give up, by UID. Never all running pods: then the operator is cut off."""
     running, witnesses = heard.running, heard.witnesses
     pods = {pod.uid: pod for pod in running}
     silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
@@ -136,7 +136,7 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
     for uid, suspicion in suspects(witnesses, _limits(obs), heard.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
-        # A kubelet that lives would have told of processes that are not there any more.
+        # A kubelet that lives would have reported processes that are gone.
         unheard = gone and all(
             silent[other].held is None and obs.reports[other].host is not HostSign.ACCEPTED for other in here
         )
@@ -150,10 +150,10 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
 
 
 def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
-    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
-    later. While anybody is silent, also ask all who have not answered since then, because what ended it may
-    have ended them, once more when it is time to give it up; and one who answers whether training makes
-    steps, which are no news."""
+    """Returns the probes that are due at once.
+    Pods that peers cannot reach: a long poll would notice their end seconds later. While a pod is silent:
+    those that have not answered since, as the same cause may have ended them, once more before it is given
+    up; and one that answers, to learn of steps, which long polls do not report."""
     running, witnesses = heard.running, heard.witnesses
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
     silent = [witness for witness in witnesses if witness.silent is not None]
@@ -177,14 +177,14 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
 
 
 def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
-    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new, not taken."""
+    """Returns the seconds to the next check; None if no pod is silent, reported unreachable or unclaimed."""
     uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
 
 def quiet_nodes(heard: Testimony) -> frozenset[str]:
-    """Names of nodes that may have died with one that is given up: a sidecar there does not answer us or a
-    peer, not yet for long enough to count, and no kubelet says why."""
+    """Returns the names of nodes that may have died with one that is given up.
+    A sidecar there does not answer us or a peer, not yet for long enough, and no kubelet explains it."""
     accused = {each.pod for witness in heard.witnesses for each in witness.accuses if each.host_silent}
     return frozenset(
         witness.node
@@ -213,7 +213,7 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
         pod.uid,
         pod.node or "",
         silent,
-        # While its sandbox is made anew, nothing comes back from its address, and its kubelet lives.
+        # While its sandbox is made anew, its address does not answer although its kubelet lives.
         host_answers=pod.remade_since is not None
         or (known is not None and known.host is not HostSign.NOTHING),
         heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
@@ -225,8 +225,9 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
 
 
 def _held(obs: Observation, pod: PodView) -> float | None:
-    """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
-    that was never in an attempt holds nothing, and another one in its place would fare no better."""
+    """Returns `restart_due`, capped so that no pod is given up for a wait that is worth it.
+    A pod with the only copy is worth any wait. One never in an attempt holds nothing, and a new one would
+    fare no better."""
     due = restart_due(obs, pod)
     if due is None or (pod.uid in obs.attempt_pods and (obs.copies or obs.job.spec.parity is not None)):
         return due

@@ -1,1 +1,1 @@
-"""What one look shows, and what follows from it."""
+"""Derives what one observation of a job shows."""

@@ -1,12 +1,11 @@
 """Turns sidecars' reports into the planner's inventory, without the copies known to be bad.
 
-Workers are numbered anew when a job changes its size. A pod is the worker that its label says. Its sidecar
-hears of that with the next attempt's directive; until then it reports, and is spoken of by others, under
-its old number.
+Workers are renumbered when a job is resized. A pod's label has its worker number. Its sidecar receives that
+with the next attempt's directive; until then it reports, and is reported by others, under its old number.
 
-A job's first attempt may begin from what an earlier job of the same name left in the remote tier. Its
-versions carry the earlier job's attempts, so that line is taken over, and ours are counted on from there:
-nothing that we write can be mistaken for what is already stored.
+A job's first attempt may begin from what an earlier job of the same name left in the remote tier. Those
+versions carry the earlier job's attempts, so that history is adopted and new attempts are numbered after it:
+nothing that this job writes can be mistaken for what is already stored.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from tiercheck_operator.planning.recovery.availability import (
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 
 _SAID_OF_REMOTE = re.compile(r"(?s)(?:([A-Z][A-Za-z]{1,30}): )?(.*)")
-"""The reason, if there is one, and the sentence."""
+"""Matches the reason, if there is one, and the sentence in what a report has about the remote tier."""
 _Numbers = tuple[list[int], list[int]]
-"""Of the versions of which there are snapshots, and deltas."""
+"""The numbers of the versions held as snapshots, and of those held as deltas."""
 
 
 def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
-    """One per report. A copy that any sidecar found bad counts for nobody."""
+    """Returns one inventory per report, without the copies that any sidecar found bad."""
     known = list(reports)
     quarantined = {
         (entry.worker, entry.rank, entry.version, entry.kind)
@@ -75,8 +74,8 @@ def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
 
 
 class _Alike:
-    """One object for all who hold the same: thousands of ranks hold the same few versions. Versions are
-    numbered, because Python hashes a number many times faster."""
+    """Shares one object among equal holdings: thousands of ranks hold the same few versions.
+    Versions are numbered, because Python hashes a number many times faster."""
 
     def __init__(self) -> None:
         self._number_of: dict[Version, int] = {}
@@ -85,7 +84,7 @@ class _Alike:
         self._artifacts: dict[tuple[frozenset[int], frozenset[int]], Artifacts] = {}
 
     def number(self, version: Version) -> int:
-        """`version` must live as long as this."""
+        """Returns the number of `version`, which must live as long as this object."""
         number = self._number_by_id.get(id(version))
         if number is None:
             number = self._number_of.setdefault(version, len(self._versions))
@@ -104,7 +103,7 @@ class _Alike:
 
 
 def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
-    """Artifacts useless wherever they lie: their replay did not give the state that they were taken from."""
+    """Returns the artifacts that are bad at every worker: their replay did not give the original state."""
     return frozenset(
         Artifact(entry.rank, entry.version, entry.kind)
         for report in reports
@@ -114,12 +113,12 @@ def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
 
 
 def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventory:
-    """What the sidecars see of the remote tier, taken together."""
+    """Returns what the sidecars together report of the remote tier."""
     if spec.remote is None:
         return RemoteInventory(configured=False)
     known = list(reports)
     told = [report.remote for report in known if report.remote.configured]
-    # A bad object in the store lies at no worker; its version must not be chosen again.
+    # A bad object in the store has no worker; its version must not be chosen again.
     bad = {
         entry.version
         for report in known
@@ -145,7 +144,7 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
 
 
 def find_remote_trouble(reports: Iterable[Report]) -> Problem:
-    """Why the remote tier cannot be used, by what the sidecars say of it; that it has another owner first."""
+    """Returns why sidecars cannot use the remote tier; another owner takes precedence over other problems."""
     known = list(reports)
     found = [each for report in known for each in report.problems if each.reason.startswith("Remote")]
     found = [each for each in found if each.reason != conditions.REMOTE_NOT_SAFE]
@@ -163,7 +162,7 @@ def find_remote_trouble(reports: Iterable[Report]) -> Problem:
 def to_sources(
     choices: Mapping[int, tuple[SourceChoice, ...]], members: Mapping[int, PodView]
 ) -> dict[int, tuple[Source, ...]]:
-    """With addresses; places that are no members fall out. Ranks with the same choices share what is made."""
+    """Returns the choices with addresses, without non-members. Ranks with equal choices share one tuple."""
     made: dict[tuple[SourceChoice, ...], tuple[Source, ...]] = {}
     for entries in choices.values():
         if entries not in made:
@@ -173,7 +172,7 @@ def to_sources(
 
 
 def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGroup | None:
-    """With addresses; None if somebody of it is no member now, or nobody keeps its blocks."""
+    """Returns the group with addresses; None if a worker of it is no member or no worker keeps blocks."""
     if not group.holders or any(worker not in members for worker in group.workers):
         return None
     peers = {worker: Peer(worker, members[worker].address) for worker in group.workers}
@@ -185,7 +184,7 @@ def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGrou
 def without_versions(
     situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True
 ) -> RecoveryProblem:
-    """As if nobody held `bad`; without `deltas`, as if there were snapshots only."""
+    """Returns the problem without the versions in `bad`, and without any deltas unless `deltas`."""
 
     def left(held: Artifacts) -> Artifacts:
         return Artifacts(
@@ -235,7 +234,7 @@ def _old_group(group: OldGroup, members: Mapping[int, PodView]) -> ParityGroup:
 
 
 def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, int, Version, Kind]]) -> bool:
-    """Of a parity block: whichever of its ranks it was found bad for."""
+    """Returns whether a holding was found bad; for a parity block, bad for any of its ranks."""
     ranks: Sequence[int] = (holding.rank,) if holding.share is None else holding.share.ranks
     return any((worker, rank, holding.version, holding.kind) in quarantined for rank in ranks)
 
@@ -243,7 +242,7 @@ def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, in
 def pose_recovery(
     spec: JobSpec, size: int, history: History, reports: Sequence[Report], groups: Sequence[CodeGroup] = ()
 ) -> RecoveryProblem:
-    """What `size` workers can come back to, by what the reports tell."""
+    """Returns the problem of which version `size` workers can restore, according to the reports."""
     return RecoveryProblem(
         ranks=size * spec.procs_per_worker,
         ranks_per_worker=spec.procs_per_worker,
@@ -256,7 +255,7 @@ def pose_recovery(
 
 
 def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
-    """The newest report of each member that has one, by worker, in today's numbers."""
+    """Returns the newest report of each member that has one, by worker, with current worker numbers."""
     now: dict[int, int] = {}
     found = []
     for worker in sorted(members):
@@ -271,7 +270,7 @@ def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]
 
 
 def pods_by_their_own_index(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
-    """Pods of the current attempt by the worker that each knows itself to be in it."""
+    """Returns the pods by the worker number that their sidecars use in the current attempt."""
     found = {}
     for pod in pods:
         known = obs.reports.get(pod.uid)
@@ -282,8 +281,8 @@ def pods_by_their_own_index(obs: Observation, pods: Iterable[PodView]) -> dict[i
 
 
 def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Iterable[Quarantined]:
-    """What was found bad at workers that are no more counts against nobody; at no worker (the remote tier),
-    and everywhere, as before."""
+    """Yields the entries with current worker numbers, without those of workers that are gone.
+    Entries without a worker (the remote tier), or for all workers, are unchanged."""
     for entry in entries:
         if entry.worker < 0 or entry.everywhere:
             yield entry
@@ -292,11 +291,11 @@ def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Itera
 
 
 def adopted_history(remote: RemoteInventory, step: int | None, ranks: int) -> History:
-    """The history that accepts the version to begin from; empty if the remote tier holds none.
+    """Returns the history that accepts the version to begin from; empty if the remote tier holds none.
 
-    `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the
-    later attempt counts: the earlier one was rolled back. `ranks`: how many made it if the remote tier does
-    not say.
+    `step`: the one that the user asked for; None: the newest. A later attempt takes precedence, because the
+    earlier one was rolled back. `ranks`: the number of ranks of the version if the remote tier does not give
+    it.
     """
     usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]
     if not usable:
@@ -306,7 +305,7 @@ def adopted_history(remote: RemoteInventory, step: int | None, ranks: int) -> Hi
 
 
 def oldest_step(found: Iterable[JobInventory], remote: RemoteInventory) -> int | None:
-    """Of all that lies anywhere, whether or not it is accepted; None: nothing does."""
+    """Returns the oldest stored step, whether or not it is accepted; None if nothing is stored."""
     places = [
         kept
         for inventory in found
@@ -318,5 +317,5 @@ def oldest_step(found: Iterable[JobInventory], remote: RemoteInventory) -> int |
 
 
 def last_attempt(remote: RemoteInventory) -> int:
-    """The newest attempt that left anything in the remote tier; 0: none did."""
+    """Returns the newest attempt that left anything in the remote tier; 0 if none did."""
     return max((version.attempt for version in remote.usable), default=0)

@@ -1,4 +1,4 @@
-"""Reckons the memory of a job's slots, so that what cannot fit is refused with numbers."""
+"""Computes the memory of a job's slots, so that what cannot fit is refused with numbers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.model.status import MemoryRecord
 
 _DENSE_DELTA = 3
-"""A snapshot is at most so many dense deltas: parameters and two moments against gradients, same dtype."""
+"""The size of a snapshot in dense deltas: parameters and two moments versus gradients, same dtype."""
 
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What one worker keeps for others."""
+    """The copies and parity blocks that one worker keeps for others."""
 
     copies: int = 0
-    """Of how many workers."""
+    """The number of workers of which it keeps a copy."""
     blocks: int = 0
-    """Of how many parity groups."""
+    """The number of parity groups of which it keeps a block."""
     members: int = 1
-    """Of each of these groups."""
+    """The number of members of each of these groups."""
 
 
 def equal_share(spec: JobSpec, workers: int) -> MemoryShare:
-    """What every worker keeps if all keep the same: known before there is a pod."""
+    """Returns what every worker keeps if all keep the same, which is known before there is a pod."""
     if spec.parity is not None:
         data, parity = spec.parity
         groups = -(-workers // data)
@@ -51,7 +51,7 @@ def equal_share(spec: JobSpec, workers: int) -> MemoryShare:
 
 
 def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeGroup]) -> MemoryShare:
-    """What the worker that keeps most keeps, by the placement."""
+    """Returns the most copies and parity blocks that any worker keeps by the placement."""
     copies = Counter(keeper for keepers in holders.values() for keeper in keepers)
     known = list(groups)
     blocks = Counter(keeper for group in known for keeper in group.holders)
@@ -63,7 +63,7 @@ def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeG
 
 
 def plan_memory(spec: JobSpec, share: MemoryShare) -> Sizing | None:
-    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is, else None."""
+    """Returns what a worker needs; None unless `spec.checkpoint.stateSize` gives a rank's snapshot size."""
     if spec.state_size is None:
         return None
     delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
@@ -76,7 +76,7 @@ def plan_memory(spec: JobSpec, share: MemoryShare) -> Sizing | None:
 
 
 def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
-    """Why the job cannot fit, with numbers; empty: it can, or it is not known."""
+    """Returns why the job cannot fit, with numbers; empty if it can or that is unknown."""
     needed = plan_memory(spec, share)
     if needed is None or needed.fits:
         return ""
@@ -95,7 +95,7 @@ def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
 
 
 def forecast_memory(spec: JobSpec, share: MemoryShare) -> MemoryRecord | None:
-    """For the status, while no sidecar has reported sizes."""
+    """Returns the memory record for the status while no sidecar has reported sizes."""
     needed = plan_memory(spec, share)
     if needed is None:
         return None
@@ -103,7 +103,7 @@ def forecast_memory(spec: JobSpec, share: MemoryShare) -> MemoryRecord | None:
 
 
 def measured_memory(reports: Iterable[Report]) -> MemoryRecord | None:
-    """For the status: the worker that needs most, once sizes are known."""
+    """Returns the memory record of the worker that needs most; None until sizes are reported."""
     known = [report.memory for report in reports if report.memory.needed]
     if not known:
         return None
@@ -113,20 +113,19 @@ def measured_memory(reports: Iterable[Report]) -> MemoryRecord | None:
 
 @dataclass(frozen=True)
 class Rooms:
-    """What workers can keep for others. Empty where sizes are not known."""
+    """The capacity of workers for others' copies. Empty where sizes are unknown."""
 
     copies: Mapping[int, int]
-    """By worker: how many others' copies it can hold in all; left out: more than would ever be asked."""
+    """The number of others' copies each worker can hold; left out: more than would ever be needed."""
     bytes: Mapping[int, int]
-    """By worker: bytes for copies."""
+    """Bytes for copies, by worker."""
     copy_bytes: int | None
-    """Of one worker's copies."""
+    """Bytes of the copies of one worker; None if unknown."""
 
 
 def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms:
-    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks,
-    and with deltas if they are taken now.
-    """
+    """Returns the capacity beside the minimum that a worker needs for its own ranks.
+    It follows from the sizes and limits that sidecars report, with deltas if deltas are taken."""
     known = list(reports)
     snapshot = max((report.memory.snapshot for report in known), default=0)
     if not snapshot:

@@ -1,6 +1,6 @@
-"""What follows from one look at a job: its members, spares and topology, each derived once.
+"""Derives from one observation of a job its members, spares and topology, each only once.
 
-A `Situation` is the observation itself with what all decisions ask of it, so it is handed on in its place.
+A `Situation` is the observation itself with derived properties, so it is passed on in its place.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tiercheck_operator.planning.topology import Level, Topology, levels_from_sp
 
 @dataclass(frozen=True)
 class Situation(Observation):
-    """One look and what follows from it. Nothing is derived that nobody asks for."""
+    """An observation with derived properties. Each is computed when it is first used."""
 
     @classmethod
     def of(cls, obs: Observation) -> Situation:
-        """Of a job that its owner started again: as at its beginning."""
+        """Returns the situation; a job that its owner started again is treated as at its beginning."""
         if obs.job.spec.attach is not None:
             obs = _started_again(obs) or obs
         obs = _without_stale_size(obs)
@@ -40,22 +40,22 @@ class Situation(Observation):
 
     @cached_property
     def testimony(self) -> Testimony:
-        """What sidecars say of each other, and their silence."""
+        """Returns what sidecars report about each other, and which of them are silent."""
         return hear_witnesses(self)
 
     @cached_property
     def membership(self) -> Membership:
-        """Which pods are the job's workers, and which were lost."""
+        """Returns which pods are the job's workers, and which were lost."""
         return find_members(self, find_doubts(self, self.testimony))
 
     @cached_property
     def members(self) -> Mapping[int, PodView]:
-        """By worker."""
+        """Returns the members by worker."""
         return self.membership.members
 
     @cached_property
     def places(self) -> tuple[PlaceRecord, ...]:
-        """Nodes on which pods of the job did not start or had to be left lately, with those of this look."""
+        """Returns the nodes where pods lately did not start or had to be left, this observation included."""
         spares = (classify_pod(self, pod, {}) for pod in self.spare_pool.lost)
         lost = [*self.membership.lost.values(), *filter(None, spares)]
         return note_places(self.job.status.places, lost, self.now, self.patience.place)
@@ -66,15 +66,15 @@ class Situation(Observation):
 
     @cached_property
     def attempt_reports(self) -> Mapping[int, Report]:
-        """Reports of the current attempt, by worker, in their order."""
+        """Returns the reports of the current attempt, by worker, in their order."""
         known = self.current_reports
         return {worker: known[pod.uid] for worker, pod in sorted(self.members.items()) if pod.uid in known}
 
     @cached_property
     def newest_step(self) -> int:
-        """The newest step that the current attempt, or one on the way to it, is known to have made; 0: none.
+        """Returns the newest known step of the current attempt, or of one on the way to it; 0 if none.
 
-        Sidecars of pods that are lost count too: what they have said is all that is known of the last steps.
+        Reports of lost pods count too, because nothing else is known of the last steps.
         """
         recovery = self.job.status.recovery
         steps = [report.trainer.step or 0 for report in self.last_words]
@@ -86,13 +86,13 @@ class Situation(Observation):
 
     @cached_property
     def newest_attempt(self) -> int:
-        """The newest attempt that the operator has signed, as far as sidecars know; 0: none."""
+        """Returns the newest attempt that the operator has signed, as far as sidecars report; 0 if none."""
         reports = [known.report for known in self.reports.values() if known.report is not None]
         return max((report.newest_attempt for report in reports), default=0)
 
     @cached_property
     def resumption(self) -> Recovery | None:
-        """The recovery that brings a suspended job back; None: it was not suspended."""
+        """Returns the recovery that resumes a suspended job; None if it was not suspended."""
         status = self.job.status
         told = self.conditions.get(conditions.SUSPENDED)
         if not is_suspending(status) and not (told is not None and told.status):
@@ -103,9 +103,8 @@ class Situation(Observation):
 
     @cached_property
     def is_still_ending(self) -> bool:
-        """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring
-        away what they owe. An attempt that began with them would lose them.
-        """
+        """Returns whether there are pods that were directed to finish, whatever spec.suspend is by then.
+        They end after their pending uploads. An attempt that began with them would lose them."""
         status = self.job.status
         return (
             is_suspending(status) and bool(status.attempt and self.all_pods) and self.job.spec.attach is None
@@ -113,7 +112,7 @@ class Situation(Observation):
 
     @cached_property
     def seconds_to_deadline(self) -> float | None:
-        """That the job has left, not positive once they are over; None: it has as long as it takes."""
+        """Returns the seconds left to the deadline, not positive once it has passed; None: no deadline."""
         limit, started = self.job.spec.active_deadline, parse_time(self.job.status.started)
         if limit is None or started is None or self.resumption is not None:
             return limit
@@ -121,51 +120,51 @@ class Situation(Observation):
 
     @cached_property
     def may_resize(self) -> bool:
-        """Whether the job may go on with fewer workers than its spec asks for, or did."""
+        """Returns whether the job may have fewer workers than its spec asks for, or had."""
         known = conditions.FULL_SIZE in self.conditions or self.job.status.size is not None
         return known or self.job.spec.min_workers is not None
 
     @cached_property
     def has_spares(self) -> bool:
-        """Whether there are spares, or pods like spares, or ought to be."""
+        """Returns whether there are spares, or pods that are used as spares, or should be."""
         return bool(self.wanted_spares or self.spares or self.membership.beyond)
 
     @cached_property
     def all_in_place(self) -> bool:
-        """Whether each worker has one pod, which has a node and may stay there, and there are no others."""
+        """Returns whether each worker has one pod, with a node where it may stay, and there are no others."""
         housed = sum(pod.node is not None for pod in self.members.values())
         return housed == self.size == len(self.pods) and not self.membership.departures
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The kinds of failure domain, widest first. Raises ValueError: spec.topology contradicts itself."""
+        """Returns the failure domain levels, widest first. Raises ValueError if spec.topology is invalid."""
         return levels_from_spec(self.job.spec.topology_preset, self.job.spec.topology_levels)
 
     @cached_property
     def spread(self) -> Level:
-        """The level whose domains copies must not share. Raises ValueError as `levels` does."""
+        """Returns the level at which copies must not share a domain. Raises ValueError as `levels` does."""
         return spread_level(self.levels, self.job.spec.spread_level)
 
     @cached_property
     def topology(self) -> Topology:
-        """Of all nodes. Raises ValueError as `levels` does."""
+        """Returns the topology of all nodes. Raises ValueError as `levels` does."""
         return Topology.build({name: node.labels for name, node in self.nodes.items()}, self.levels)
 
     @cached_property
     def member_topology(self) -> Topology:
-        """Of the members' nodes: a level that none of them carries does not count. Raises ValueError."""
+        """Returns the topology of the members' nodes, without levels that none has. Raises ValueError."""
         names = {pod.node or "" for pod in self.members.values()}
         labels = {name: self.nodes[name].labels if name in self.nodes else {} for name in names}
         return Topology.build(labels, self.levels)
 
 
 def is_suspending(status: JobRecord) -> bool:
-    """Whether pods have been told to finish because of spec.suspend."""
+    """Returns whether pods were directed to finish because of spec.suspend."""
     return status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
 
 
 def _without_stale_size(obs: Observation) -> Observation:
-    """A size that the spec no longer allows: it was changed while the job was suspended."""
+    """Drops a size that the spec does not allow: the spec was changed while the job was suspended."""
     size = obs.job.status.size
     if size is None or 0 < size.workers < obs.job.spec.workers:
         return obs
@@ -173,7 +172,7 @@ def _without_stale_size(obs: Observation) -> Observation:
 
 
 def _started_again(obs: Observation) -> Observation | None:
-    """An attached job as at its beginning, if it had failed and its owner made new pods; None: it did not.
+    """Returns a failed attached job as at its beginning if its owner made new pods; None: not so.
 
     Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try
     again.

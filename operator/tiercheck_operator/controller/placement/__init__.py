@@ -1,1 +1,1 @@
-"""Who keeps whose copies, now and while the job trains; and who may be evicted."""
+"""Places copies and parity, at the start and during training, and limits evictions."""

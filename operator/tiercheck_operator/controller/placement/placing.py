@@ -1,8 +1,8 @@
-"""Asks the planner who keeps whose copies or parity for the pods as they are, and says its worth.
+"""Has the planner place copies or parity for the current pods, and describes the placement's quality.
 
-What may vanish right now is what a placement promises only while all its copies are made. They are once the
-coordinator names a version that is complete in the peer tier. They are not any more when a pod is lost, or
-when others are to hold them.
+A placement tolerates the losses that it is planned for only while all its copies are complete. They are once
+the coordinator reports a version that is complete in the peer tier, until a pod is lost or other holders are
+assigned.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tiercheck_operator.planning.recovery.availability import Distance
 from tiercheck_operator.planning.topology import Topology, domains_to_save, levels_from_spec
 
 _SENTENCE = 500
-"""Characters of a sentence in the status, at most."""
+"""The maximum number of characters of a sentence in the status."""
 
 
 class CannotPlace(Finding):
-    """Why the job cannot start, for the condition Placed."""
+    """The reason why the job cannot start, for the condition Placed."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Placed:
     holders: Mapping[int, tuple[int, ...]]
     record: PlacementRecord
     found: Finding
-    """For the condition Placed."""
+    """The finding for the condition Placed."""
     topology: Topology
     nodes: tuple[str, ...]
-    """By worker."""
+    """The node of each worker."""
     groups: tuple[CodeGroup, ...] = ()
 
     def distance(self, a: int, b: int) -> int:
         return self.topology.distance(self.nodes[a], self.nodes[b])
 
     def as_saved(self, attempt: int, membership: Membership) -> SavedPlacement:
-        """To be written before the attempt is."""
+        """Returns the placement to save, which is written before the attempt is."""
         members = (
             SavedMember(n, pod.name, pod.uid, pod.incarnation, pod.node or "", self.holders.get(n, ()))
             for n, pod in sorted(membership.members.items())
@@ -65,21 +65,21 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the members are, and how far apart their copies are wanted."""
+    """The members' nodes, and how far apart their copies are wanted."""
 
     topology: Topology
     level: str
     nodes: tuple[str, ...]
-    """By worker."""
+    """The node of each worker."""
     sites: tuple[WorkerSite, ...]
     suspects: frozenset[str]
     avoided: frozenset[str]
-    """Cordoned nodes: as good as any if there is no other way."""
+    """Cordoned nodes, which keep copies only if there is no other way."""
     copies: PlacementPolicy
     parity: ParityPolicy | None
 
     def place(self, before: SavedPlacement | None, suspects: frozenset[str]) -> Placement | Impossible:
-        """Close to the last placement. Raises ValueError as the planner does."""
+        """Places close to the last placement. Raises ValueError as the planner does."""
         if self.parity is not None:
             return place_parity(
                 self.sites, self.topology, self.parity, suspects, before.groups if before else ()
@@ -87,7 +87,7 @@ class Layout:
         return place(self.sites, self.topology, self.copies, suspects, before.lasting() if before else {})
 
     def describe(self, saved: SavedPlacement) -> Placement:
-        """What the placement is worth."""
+        """Returns the quality of the placement."""
         if self.parity is not None and saved.groups:
             return describe_parity(self.sites, self.topology, self.parity, saved.groups)
         return describe(self.sites, self.topology, self.copies, saved.holders())
@@ -96,7 +96,7 @@ class Layout:
 def lay_out(
     situation: Situation, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
 ) -> Layout | CannotPlace:
-    """Of members that all have a node. `memory`: bytes that each worker can give to copies, where known."""
+    """Returns the layout of members that all have a node. `memory`: bytes for copies by worker, if known."""
     spec = situation.job.spec
     try:
         level, topology = situation.spread.name, situation.member_topology
@@ -120,13 +120,13 @@ def lay_out(
 
 
 def place_members(situation: Situation) -> Placed | CannotPlace:
-    """The placement for the members, close to the last one. Every worker must have a pod on a node."""
+    """Places the members, close to the last placement. Every worker must have a pod on a node."""
     layout = lay_out(situation)
     if isinstance(layout, CannotPlace):
         return layout
     last = situation.placement
     if last is not None and len(last.members) != situation.size:
-        last = None  # of another number of workers nothing is worth keeping to
+        last = None  # the placement of another number of workers is no guide
     try:
         outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
@@ -145,13 +145,13 @@ def place_members(situation: Situation) -> Placed | CannotPlace:
 
 
 def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | CannotPlace:
-    """What the placement that the members have is worth. Every worker must have a pod on a node."""
+    """Returns the quality of the members' placement. Every worker must have a pod on a node."""
     layout = lay_out(situation)
     return layout if isinstance(layout, CannotPlace) else describe_placement(layout.describe(saved), layout)
 
 
 def describe_placement(outcome: Placement, layout: Layout) -> Placed:
-    """The planner's answer in the controller's words."""
+    """Converts the planner's outcome into the record and the finding for the status."""
     topology, level = layout.topology, layout.level
     record = PlacementRecord(
         hash=outcome.digest,
@@ -167,7 +167,7 @@ def describe_placement(outcome: Placement, layout: Layout) -> Placed:
         conditions.ALL_PLACED,
         outcome.reason or "every worker has a node and its copies have holders",
     )
-    # A label that the wanted spread does not look at is no reason to alarm anybody.
+    # Missing labels are reported only if the wanted spread depends on them.
     missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
     if missing:
         entry, bare = missing[0]
@@ -184,7 +184,7 @@ def describe_placement(outcome: Placement, layout: Layout) -> Placed:
 
 
 def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distance | None:
-    """How far apart two members are; None if the spec's levels cannot be used."""
+    """Returns a function for the distance of two members; None if the spec's levels cannot be used."""
     spec = obs.job.spec
     try:
         levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
@@ -197,7 +197,7 @@ def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distan
 
 
 def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], owed: Iterable[Push]) -> bool:
-    """Whether the coordinator says so of the placement wanted now: no directive is on its way to it."""
+    """Returns whether the coordinator has no directive pending and reports a complete peer-tier version."""
     report = reports.get(0)
     if report is None or report.watermarks.peer is None:
         return False
@@ -205,7 +205,7 @@ def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], ow
 
 
 def describe_found_again(before: PlacementRecord | None, after: PlacementRecord) -> PlacementRecord:
-    """`after`, made anew for the same pods: if nothing moves, what is complete stays so."""
+    """Returns `after`, recomputed for the same pods: if nothing moves, what is complete stays so."""
     same = before is not None and before.hash == after.hash and before.complete
     return replace(after, complete=after.complete or same)
 
@@ -213,8 +213,8 @@ def describe_found_again(before: PlacementRecord | None, after: PlacementRecord)
 def describe_moved(
     before: PlacementRecord | None, after: PlacementRecord | None, was: SavedPlacement, now: SavedPlacement
 ) -> PlacementRecord | None:
-    """What the placement is worth while training goes on. Where others hold copies at once, these are not
-    made yet; where the old holders stay until the new ones have them, they are.
+    """Returns the record of a placement that changes during training.
+    Copies are incomplete if holders change at once, but not if old ones stay until the new ones are complete.
     """
     at_once = not (now.same_holders(was) or now.leaving or was.leaving)
     if after is None or before is None or at_once:
@@ -223,7 +223,7 @@ def describe_moved(
 
 
 def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
-    """For the status that is about to be written. `copied`: as `all_copied` says."""
+    """Returns the record for the status about to be written. `copied`: the result of `all_copied`."""
     placement, recovery = record.placement, record.recovery
     if placement is None or copied:
         return placement and replace(placement, complete=True)
@@ -233,21 +233,20 @@ def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
     return replace(placement, complete=False) if pod_lost else placement
 
 
-# None may while the job's state is on its way back. `kubectl drain`, autoscalers and whoever else asks
-# before it ends a pod obey it. What holds evictions up ends by itself after
-# `spec.disruptionBudget.holdSeconds`, because a node that cannot be emptied is a failure of its own.
-# minAvailable as a number is all that Kubernetes takes for pods of a custom resource without a scale
-# subresource.
+# No worker may be evicted while the job's state is being restored. `kubectl drain`, autoscalers and all other
+# clients of the eviction API respect that. A hold ends by itself after `spec.disruptionBudget.holdSeconds`,
+# because a node that cannot be emptied is a failure of its own. Kubernetes accepts only a number as
+# minAvailable for pods of a custom resource without a scale subresource.
 _TRIES = 3
-"""Attempts that may end before their first step; a command that keeps failing does not hold nodes up."""
+"""The number of attempts without a first step after which a failing command stops blocking drains."""
 
 
 @dataclass(frozen=True)
 class Budget(Finding):
-    """What is wanted, and what the condition Evictable says of it."""
+    """The wanted budget, and the finding for the condition Evictable."""
 
     min_available: int | None = None
-    """Pods of workers that have to stay; None: no budget is wanted."""
+    """The number of workers' pods that must stay; None: no budget is wanted."""
 
     @property
     def open(self) -> bool:
@@ -255,7 +254,7 @@ class Budget(Finding):
 
 
 def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
-    """By the status about to be written. `idle`: the job ended, is suspended, or gives pods back for that."""
+    """Returns the budget for the status about to be written. `idle`: ended, suspended or suspending."""
     workers, limit = obs.size, obs.job.spec.eviction_hold
     if obs.job.spec.attach is not None:
         return Budget(conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets")
@@ -277,7 +276,7 @@ def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
 
 
 def _held(obs: Observation, record: JobRecord) -> tuple[str, float, str] | None:
-    """Reason, since when, and why evictions are held up; None: they are not."""
+    """Returns reason, start and cause of a hold on evictions; None if there is no hold."""
     recovery = record.recovery
     if recovery is not None and record.holds(conditions.RESTORING):
         if recovery.tries >= _TRIES:
@@ -297,7 +296,7 @@ def _held(obs: Observation, record: JobRecord) -> tuple[str, float, str] | None:
 
 
 def budget_actions(obs: Observation, budget: Budget) -> list[Action]:
-    """What makes the cluster's budget the wanted one."""
+    """Returns the actions that make the cluster's budget the wanted one."""
     if budget.min_available is None:
         return [RemoveBudget()] if obs.budget is not None else []
     return [EnsureBudget(budget.min_available)] if obs.budget != budget.min_available else []

@@ -1,10 +1,9 @@
 """Moves copies to better places while training goes on.
 
-It waits until a reason to move lasts, begins the moves, and ends them when the new holders are complete. What
-is to move is the planner's (`replan`).
+It waits until a reason to move has lasted, begins the moves, and ends them when the new holders are complete.
+The planner (`replan`) decides what is to move.
 
-All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where
-it was.
+All state is in the ConfigMap of the placement, so a restarted operator continues where it was.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from tiercheck_operator.planning.replan.replan import (
 from tiercheck_operator.planning.topology import domains_to_save
 
 _PATIENT_TIMES = 12
-"""How much longer a reason must last that puts nothing at risk."""
+"""The factor by which a reason must last longer if nothing is at risk."""
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at what new holders have."""
+"""Seconds between two checks of what new holders have."""
 _STUCK = 600.0
-"""Seconds after which a move that does not come to an end is taken back."""
+"""Seconds after which an unfinished move is taken back."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """What this look led to."""
+    """The result of replanning in one reconcile."""
 
     saved: SavedPlacement
-    """To be written if it is another one than before."""
+    """The placement, to be written if it has changed."""
     record: PlacementRecord | None = None
-    """None: as it was."""
+    """The record for the status; None: unchanged."""
     placed: Finding | None = None
-    """For the condition Placed; None: as it was."""
+    """The finding for the condition Placed; None: unchanged."""
     probes: tuple[ProbeSidecar, ...] = ()
     wake: float | None = None
 
@@ -63,7 +62,7 @@ class Replanned:
 def replan(
     situation: Situation, status: JobRecord, saved: SavedPlacement, reports: Mapping[int, Report]
 ) -> Replanned:
-    """Of a job that trains; on its way back one is placed anew as a whole. `reports`: of this attempt."""
+    """Replans the placement of a job that trains; recoveries place it anew. `reports`: of this attempt."""
     if status.recovery is not None or len(reports) < situation.size:
         return Replanned(saved)
     if situation.job.spec.topology_problem:
@@ -103,11 +102,11 @@ def replan(
 @dataclass(frozen=True)
 class _Change:
     saved: SavedPlacement | None
-    """None: nothing moves."""
+    """The placement with the moves; None: nothing moves."""
     urgent: bool = False
     workers: tuple[int, ...] = ()
     reason: str = ""
-    """Why something that ought to move does not."""
+    """The reason why something that should move does not."""
 
 
 def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
@@ -133,9 +132,8 @@ def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mappi
 def _other_encoding(
     obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]
 ) -> _Change:
-    """From copies to parity or back. What is kept in the old way is freed by its holders when the new way is
-    complete, so until then there must be room for both.
-    """
+    """Plans a change from copies to parity or back.
+    Holders free the old kind when the new one is complete, so until then there must be room for both."""
     outcome = layout.place(None, layout.suspects)
     if isinstance(outcome, Impossible):
         return _Change(None, reason=outcome.reason)
@@ -154,13 +152,13 @@ def _other_encoding(
 
 
 def _kept_by(placement: SavedPlacement) -> Counter[int]:
-    """How much each worker keeps for others: copies of a worker, and blocks of a group."""
+    """Returns how much each worker keeps for others: copies of a worker, and blocks of a group."""
     copies = Counter(holder for holders in placement.holders().values() for holder in holders)
     return copies + Counter(holder for group in placement.groups for holder in group.holders)
 
 
 def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) -> Replanned:
-    """Nothing moves: what the placement is worth now is told, and not looked at again before a change."""
+    """Returns the quality of a placement that stays, which is not planned again before a change."""
     placed = describe_placement(layout.describe(saved), layout)
     finding = placed.found
     if delayed:
@@ -171,7 +169,7 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
 
 
 def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change) -> Replanned:
-    """A reason must last before anything moves: what flaps moves nothing. Rounds follow with a pause."""
+    """Begins moves once their reason has lasted, so that flapping moves nothing; rounds have a pause."""
     assert change.saved is not None
     known, patience = saved.replanning, obs.patience.relocate * (1 if change.urgent else _PATIENT_TIMES)
     wish = _short(
@@ -218,7 +216,7 @@ def _under_way(
     done = finish(moving, leaving, complete)
     overdue = situation.now - saved.replanning.moved > _STUCK
     if len(done) < len(leaving) and not overdue:
-        # All leave together: to the sidecars each change of holders is a new beginning.
+        # All leave together: sidecars start anew with each change of holders.
         fresh = {holder for worker in leaving for holder in holders[worker] if holder not in leaving[worker]}
         probes = tuple(ProbeSidecar(situation.members[worker].uid) for worker in sorted(fresh))
         return Replanned(saved, probes=probes, wake=_LOOK_EVERY)
@@ -241,9 +239,8 @@ def _under_way(
 def _completeness(
     obs: Observation, status: JobRecord, leaving: Mapping[int, tuple[int, ...]], reports: Mapping[int, Report]
 ) -> Callable[[int, int], bool]:
-    """Whether a holder can give back every rank of a worker, as new as the peer tier was when the move began:
-    from then on that mark stands still until the new holders have caught up.
-    """
+    """Returns a test of whether a holder can restore every rank of a worker at the peer tier's version.
+    That version stays as it was when the move began until the new holders have caught up."""
     hosted = {inventory.worker: inventory.hosted for inventory in build_inventories(reports.values())}
     procs, history = obs.job.spec.procs_per_worker, status.history
 
@@ -268,7 +265,7 @@ def _completeness(
 
 
 def _digest(obs: Observation, layout: Layout, room: Mapping[int, int]) -> str:
-    """Of everything that the placement depends on, but for itself."""
+    """Returns a digest of everything that the placement depends on, except itself."""
     spec, topology = obs.job.spec, layout.topology
     where = {node: topology.path(node) for node in sorted({*layout.nodes})}
     return _short(

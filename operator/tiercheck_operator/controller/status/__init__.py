@@ -1,1 +1,1 @@
-"""What the status and the Events say."""
+"""Derives the status and the Events."""

@@ -1,6 +1,6 @@
-"""Summarizes for the status what sidecars report of what is saved, and derives the Events of a change.
+"""Summarizes sidecar reports for the status, and derives the Events of a change.
 
-Cadence and deltas, proofs before and after a restore, last words; then what a change of status deserves.
+The summary has the cadence, deltas, proofs before and after a restore, and final reports.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TURNED_OFF = "checkpoint.delta.mode is None"
 _WEIGHTS = {
     exact.value: weight for weight, exact in enumerate((Exact.NOT_COMPARABLE, Exact.PROVEN, Exact.DIFFERS))
 }
-"""Updates of a step depend on all ranks: one that compared speaks for those that could not, and one that
-differs against all."""
+"""The weight of a result: a rank that compared outweighs those that could not; one that differs, all.
+Updates of a step depend on all ranks."""
 
 
 def describe_saving(
     obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 ) -> CheckpointRecord | None:
-    """For the status; what is not known in this attempt yet is left as it was."""
+    """Returns the record for the status; what this attempt has not reported yet is left as it was."""
     before = record.checkpoint or CheckpointRecord()
     deltas, reason = _deltas(obs, reports) or (before.deltas, before.deltas_reason)
     found = CheckpointRecord(_cadence(obs, reports) or before.snapshot_every, deltas, reason)
@@ -61,7 +61,7 @@ def _cadence(obs: Observation, reports: Mapping[int, Report]) -> int:
 
 
 def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] | None:
-    """(state, reason); None: nobody has said anything yet."""
+    """Returns state and reason of the deltas; None if no report shows them yet."""
     if obs.job.spec.delta is DeltaMode.NONE:
         return OFF, TURNED_OFF
     for worker in sorted(reports):
@@ -74,7 +74,7 @@ def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] 
 
 
 def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
-    """`record` with what is newer in the reports of its attempt, of however many workers they are left."""
+    """Returns `record` with what is newer in its attempt's reports, however many workers have one."""
     reports = obs.last_words
     steps = [report.trainer.step for report in reports if report.trainer.step is not None]
     step = max([record.step or 0, min(steps)]) if steps else record.step
@@ -88,7 +88,7 @@ def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 
 def _stored(report: Report, record: JobRecord) -> list[Version]:
-    """Versions of this history in the remote tier. The coordinator may go before others see the last one."""
+    """Returns this history's versions in the remote tier; the coordinator may end before others list one."""
     marks = (report.watermarks.remote,) if report.watermarks.remote is not None else ()
     return [version for version in (*marks, *report.remote.versions) if record.history.accepts(version)]
 
@@ -96,10 +96,9 @@ def _stored(report: Report, record: JobRecord) -> list[Version]:
 def newest_proofs(
     obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 ) -> Mapping[str, ProofRecord]:
-    """By tier: the proof of the rank whose newest one is the oldest. A tier that some worker cannot show one
-    for, as after a restart of its sidecar, keeps the one that it had; one that holds nothing any more has
-    none.
-    """
+    """Returns for each tier the oldest of the ranks' newest proofs.
+    A tier for which a worker has none, as after a restart of its sidecar, keeps its last one. A tier that
+    holds nothing has none."""
     if obs.job.spec.rehearse_every is None:
         return {}
     found = {name: proof for name, proof in record.proofs.items() if name in record.tiers}
@@ -112,10 +111,10 @@ def newest_proofs(
 
 
 def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
-    """Returns `record` with what the workers of its attempt have compared, lost ones too: one that differs
-    may be lost for that.
+    """Returns `record` with the weightiest comparison that the workers of its attempt have made.
 
-    What is known stays when a sidecar restarts and has forgotten it; only a heavier verdict replaces it.
+    Lost workers count too: one that differs may be lost for that. A known result outlasts a restart of its
+    sidecar; only a heavier one replaces it.
     """
     last = record.last_recovery
     if last is None or last.get("attempt") != record.attempt or not last.get("step"):
@@ -151,11 +150,11 @@ _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
 _OF_WHAT_IS_MADE = (conditions.PLACED, conditions.SPARES_READY)
 _PASSING = {conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_FIRST_VERSION}
-"""Reasons that every job goes through; no Event for them."""
+"""The reasons that every job goes through, which get no Event."""
 
 
 def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
-    """In the order in which a person would tell it."""
+    """Returns the Events of a change of status: failure, attempt, recovery, size, nodes, then conditions."""
     found: list[Notice] = []
     recovery, known = after.recovery, before.recovery
     if recovery is not None:
@@ -222,7 +221,7 @@ def _bad(condition: Condition) -> bool:
 
 
 def _certain(recovery: Recovery) -> bool:
-    """A crash may yet turn out to be the echo of a lost pod or node, until the next attempt is decided."""
+    """Returns whether the cause is final: a crash may follow from a lost pod until an attempt is decided."""
     return Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH or recovery.decided_at is not None
 
 

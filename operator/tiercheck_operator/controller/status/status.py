@@ -1,6 +1,6 @@
-"""Derives a job's status: conditions with reason and advice, one word for people, progress, tiers.
+"""Derives a job's status: conditions with reason and advice, the phase, progress and tiers.
 
-Pure.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tiercheck_operator.model.status import (
 
 @dataclass(frozen=True)
 class _Look:
-    """What conditions are derived from. `reports`: those of the current attempt, by worker."""
+    """The input for conditions. `reports`: those of the current attempt, by worker."""
 
     situation: Situation
     record: JobRecord
@@ -61,7 +61,7 @@ class _Look:
 def derive_status(
     situation: Situation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, Budget]:
-    """`record` with what follows from it, evictions included. `reports`: of the attempt, by worker."""
+    """Returns `record` with what follows from it, and the budget. `reports`: of the attempt, by worker."""
     findings = _with_held_containers(situation, record, findings)
     record = add_resume_proof(situation, _progress(situation, record, reports))
     generation = situation.job.generation
@@ -106,13 +106,13 @@ def derive_status(
 
 
 _UNEXPLAINED = (conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_SIDECARS, conditions.WAITING_FOR_TRAINERS)
-"""Reasons that a container which cannot start explains."""
+"""The reasons that are explained by a container that cannot start."""
 _IMAGE = ("Image", "Registry", "Signature")
-"""In the kubelet's words for what is wrong with an image: ErrImagePull, RegistryUnavailable, ..."""
+"""Parts of the kubelet's reasons about images: ErrImagePull, RegistryUnavailable, ..."""
 
 
 def _with_held_containers(situation: Situation, record: JobRecord, findings: Findings) -> Findings:
-    """`findings` with the container that the kubelet cannot start, where the job waits for its pod."""
+    """Returns `findings` with the container that the kubelet cannot start, if the job waits for its pod."""
     held = sorted((pod for pod in situation.members.values() if pod.held), key=lambda pod: pod.worker)
     over = findings.over or situation.job.spec.suspend
     if not held or over or not (findings.waiting or record.on_way_back):
@@ -130,8 +130,8 @@ def _with_held_containers(situation: Situation, record: JobRecord, findings: Fin
 
 
 def _started(situation: Situation, record: JobRecord, findings: Findings) -> str | None:
-    """As in a batch/v1 Job: not set before a job that was created suspended may start, and anew when a
-    suspended one goes on."""
+    """Returns startTime, as in a batch/v1 Job.
+    It is not set before a job created suspended may start, and set anew when a suspended one resumes."""
     if findings.suspended or findings.suspending:
         return record.started
     anew = record.started is None or situation.resumption is not None
@@ -139,7 +139,7 @@ def _started(situation: Situation, record: JobRecord, findings: Findings) -> str
 
 
 def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
-    """Of a job that has ended: `record` with what its sidecars have said since."""
+    """Returns the `record` of an ended job with what its sidecars have reported since."""
     told = add_last_words(obs, record)
     known = record.condition(conditions.PROTECTED)
     if told == record or known is None or known.reason != conditions.ENDED:
@@ -148,13 +148,13 @@ def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
-    """`record` when the API server refused what it needs: a person has to read why."""
+    """Returns `record` with the API server's refusal of what the job needs, for users to read."""
     record = _with_conditions(obs, record, {conditions.PLACED: (False, describe_refusal(obs.job, sentence))})
     return replace(record, phase="Pending" if record.phase in ("", "Starting") else record.phase)
 
 
 def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, now: float) -> dict[str, Any]:
-    """What changes in the status, as the API has it, of a job that cannot be decided about."""
+    """Returns the fields of the API's status that change if a job cannot be parsed."""
     record = JobRecord()
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         record = parse_record(status)
@@ -188,7 +188,7 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 
 
 _Told = tuple[bool | None, Finding] | None
-"""A condition's status, reason and message; None: there is nothing new to tell."""
+"""A condition's status, reason and message; None: nothing new to report."""
 
 
 def _placed(look: _Look) -> _Told:
@@ -203,7 +203,7 @@ def _placed(look: _Look) -> _Told:
 
 
 def _unprotected(record: JobRecord, reason: str) -> Finding:
-    """Once the pods are gone, only the remote tier holds anything."""
+    """Returns the finding for Protected without pods, when only the remote tier holds anything."""
     remote = record.tiers.get("remote")
     kept = (
         f"the remote tier holds step {remote.step}"
@@ -237,7 +237,7 @@ def _protected(look: _Look) -> _Told:
 
 
 def _problem(reports: Mapping[int, Report], reason: str) -> Finding | None:
-    """The first worker that has the problem, and what its sidecar says of it."""
+    """Returns the problem as the first worker that has it reports it; None if none has."""
     for worker in sorted(reports):
         for problem in reports[worker].problems:
             if problem.reason == reason:
@@ -249,9 +249,9 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     silent = any(known.silent_since is not None for known in obs.reports.values())
     away = describe_silent_sidecars(obs) if silent else None
     if away is not None:
-        return away  # it explains what others say of it
+        return away  # it explains what others report of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
-    # Copies are as good as ever; conditions of their own tell it. What was rehearsed comes last.
+    # Problems with their own conditions do not harm copies. What was rehearsed comes last.
     told = [each for each in problems if each[1].reason not in _TOLD_ELSEWHERE]
     told.sort(key=lambda each: each[1].reason == conditions.INTERNAL_ERROR)  # what has a known cause first
     if told:
@@ -311,7 +311,7 @@ def _copies_made(obs: Observation, record: JobRecord) -> bool:
 
 
 def _placed_for_others(obs: Observation) -> bool:
-    """By the placement, because a change of the spec takes effect with the next attempt."""
+    """Returns whether others keep copies, by the placement: a changed spec applies to the next attempt."""
     placement = obs.placement
     if placement is None:
         return obs.copies > 0 or obs.job.spec.parity is not None
@@ -345,7 +345,7 @@ def _deltas_active(look: _Look) -> _Told:
 
 
 def _in_process(look: _Look) -> _Told:
-    """Once every rank has made a step: before that no process stays."""
+    """Derives InProcess once every rank has made a step; before that no process stays."""
     size, spec, reports = look.situation.size, look.situation.job.spec, look.reports
     trainers = [report.trainer for report in reports.values()]
     if size * spec.procs_per_worker == 1 or len(trainers) < size or look.findings.idle:
@@ -362,7 +362,7 @@ def _in_process(look: _Look) -> _Told:
 
 
 def _remote_safe(look: _Look) -> _Told:
-    """Once there was something to say. Only worker 0 tries the store; without it the last word stands."""
+    """Derives RemoteSafe if it ever was False. Only worker 0 tests the store; without it nothing changes."""
     first = look.reports.get(0)
     if first is None or not first.remote.configured:
         return None
@@ -375,7 +375,7 @@ def _remote_safe(look: _Look) -> _Told:
 
 
 def _exact(look: _Look) -> _Told:
-    """The last resume that was compared; until the next one is, its result stands."""
+    """Derives Exact from the last resume that was compared, until the next one is."""
     last = look.record.last_recovery or {}
     exact = last.get("exact")
     if not exact:
@@ -391,7 +391,7 @@ def _why_not_trained(findings: Findings) -> Finding | None:
 
 
 def _what_is_under_way(look: _Look) -> Finding | None:
-    """On the way to training; None: the job trains."""
+    """Returns what happens on the way to training; None if the job trains."""
     record, recovery = look.record, look.record.recovery
     if look.findings.waiting is not None:
         return look.findings.waiting
@@ -422,7 +422,7 @@ def _running(look: _Look) -> _Told:
 
 
 def _coming_back(record: JobRecord) -> bool:
-    """Whether there is something to come back to, unlike at the very first start."""
+    """Returns whether there is a state to come back to, unlike at the very first start."""
     recovery = record.recovery
     return recovery is not None and (
         Cause.parse(recovery.cause) is not Cause.FIRST_START or recovery.step > 0
@@ -480,8 +480,8 @@ _CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = 
     (conditions.COMPLETED, lambda look: _told_if(_SUCCEEDED if look.findings.completed else None), None),
     (conditions.FAILED, lambda look: _told_if(look.findings.failed), None),
 )
-"""Each condition, what it is derived by, and why it is False where that finds nothing to tell and the job has
-the condition; None: it stays as it was."""
+"""Each condition, the function that derives it, and the finding for False where that returns None.
+The latter applies to jobs that have the condition; None: it stays as it was."""
 
 
 def _phase(record: JobRecord, findings: Findings) -> str:
@@ -502,7 +502,7 @@ def _phase(record: JobRecord, findings: Findings) -> str:
 def _with_conditions(
     obs: Observation, record: JobRecord, told: Mapping[str, tuple[bool | None, Finding]]
 ) -> JobRecord:
-    """`record` with `told` in its conditions; the time of change moves only with the status."""
+    """Returns `record` with the given conditions; the time of change moves only with the status."""
     generation, merged = obs.job.generation, {entry.type: entry for entry in record.conditions}
     for kind, (status, found) in told.items():
         before = merged.get(kind)

@@ -1,1 +1,1 @@
-"""Plans parity groups: whose artifacts are coded together, and who keeps the blocks."""
+"""Plans parity groups: which workers' artifacts are coded together, and which workers hold the blocks."""

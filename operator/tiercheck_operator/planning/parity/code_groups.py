@@ -1,9 +1,9 @@
-"""Forms parity groups: members dealt like cards, holders matched to what is left.
+"""Forms parity groups: members are dealt as cards are, holders are matched to the domains left over.
 
-Workers sorted by domain, widest level first, are dealt to as many hands as there are groups. A domain is a
-run of that order at every level, and a run of c cards gives no hand more than c / hands of them, rounded up:
-less cannot be had for all. Holders are then matched to domains that the group does not use yet, with
-augmenting paths, so that none is left without while there is a way.
+Workers sorted by domain, widest level first, are dealt to as many hands as there are groups. At every level a
+domain is a run of that order, and a run of c cards gives no hand more than c / hands of them, rounded up: no
+smaller bound holds for all hands. Holders are then matched to domains that the group does not use yet, with
+augmenting paths, so that no group lacks a holder that it could have.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
-# It uses augmenting paths, so that no group goes without while there is a way.
 _LOOKED_AT = 64
-"""Workers of one domain that are compared for a seat: on a node that the group does not use, if possible."""
+"""The most workers of a domain to compare for a holder; one on a node new to the group is preferred."""
 
 
 class HolderMatching:
-    """Holders per group so far, and the load of each: scratch, thrown away once the groups are made."""
+    """Matches holders to groups; holds the holders of each group so far and the load of each worker."""
 
     def __init__(
         self, ground: PlacementProblem, hands: Sequence[tuple[int, ...]], able: Sequence[int]
@@ -33,7 +32,7 @@ class HolderMatching:
         self.load: Counter[int] = Counter()
 
     def take_back(self, group: int, holder: int, start: int) -> None:
-        """Leaves a holder where it was, if it may still be there."""
+        """Keeps a previous holder of the group if it may still hold for it."""
         if (
             holder < self.ground.workers
             and self.ground.can_hold[holder]
@@ -45,14 +44,14 @@ class HolderMatching:
             self.give(group, holder)
 
     def match_at_level(self, level: int) -> None:
-        """Holders in domains of that level with fewer of the group than it can lose; unused domains first."""
+        """Adds holders in domains with fewer of the group than it can lose; unused domains first."""
         for most in sorted({1, self.ground.copies}):
             round_ = _Round(self, level, most)
             for group in range(len(self.hands)):
                 round_.serve(group)
 
     def match_anywhere(self) -> None:
-        """For those that lack holders: whoever has room and is no part of the group, least loaded first."""
+        """Adds any workers with room outside the group as the holders still lacking, least loaded first."""
         for group in range(len(self.hands)):
             while len(self.holders[group]) < self.ground.copies:
                 free = [w for w in self.able if self.load[w] < self.limit and not self.is_part_of(group, w)]
@@ -85,14 +84,15 @@ class HolderMatching:
 
 
 class _Round:
-    """One level, with up to `most` of a group in one domain: the domains' free seats, and how to make room in
-    full ones."""
+    """Matches holders at one level with at most `most` workers of a group in one domain.
+
+    It tracks the room for blocks in each domain, and makes room in full ones."""
 
     def __init__(self, matching: HolderMatching, level: int, most: int) -> None:
         self._matching, self._most = matching, most
         self._domain = matching.ground.domain[level]
         self._seats: dict[int, list[tuple[int, int]]] = {}
-        """By domain: a heap of (load, worker). An entry whose load is not the worker's any more is void."""
+        """Maps each domain to a heap of (load, worker). An entry with an outdated load is ignored."""
         for worker in matching.able:
             if self._domain[worker] >= 0:
                 self._seats.setdefault(self._domain[worker], []).append((matching.load[worker], worker))
@@ -105,10 +105,10 @@ class _Round:
         self._roomiest = [(-free, place) for place, free in self._room.items() if free > 0]
         heapq.heapify(self._roomiest)
         self._dead: set[int] = set()
-        """Full domains from which no chain of moves leads to a free seat."""
+        """Full workers from which no chain of moves leads to a worker with room."""
 
     def serve(self, group: int) -> None:
-        """As many holders as the group lacks, as far as there is a way."""
+        """Adds the holders that the group lacks, as far as possible."""
         matching = self._matching
         while len(matching.holders[group]) < matching.ground.copies:
             used = Counter(self._domain[worker] for worker in matching.workers(group))
@@ -138,7 +138,7 @@ class _Round:
         return holder is not None
 
     def _make_room(self, group: int) -> bool:
-        """Moves holders of other groups on, one for the other, until this group has a seat. False: no way."""
+        """Moves other groups' blocks along a chain so that this group gets a holder; False: no chain."""
         matching = self._matching
         every = [worker for worker in matching.able if self._domain[worker] >= 0 and worker not in self._dead]
         first = [worker for worker in every if self._allows(group, worker)]
@@ -170,7 +170,7 @@ class _Round:
     def _shift(
         self, group: int, moves: list[tuple[int, int, int]], came: dict[int, tuple[int, int] | None]
     ) -> bool:
-        """Carries out the moves (from, whose, to), last one first. Undone if two are in each other's way."""
+        """Carries out the moves (from, group, to), last one first; undoes all if two conflict."""
         step = came[moves[-1][0]]
         while step is not None:
             moves.append((step[0], step[1], moves[-1][0]))
@@ -192,7 +192,7 @@ class _Round:
         return False
 
     def _allows(self, group: int, worker: int, instead_of: int | None = None) -> bool:
-        """Whether the rule of this round lets the worker hold for the group; room is another question."""
+        """Returns whether this round's rule lets the worker hold for the group, regardless of room."""
         if self._matching.is_part_of(group, worker):
             return False
         place = self._domain[worker]
@@ -200,7 +200,7 @@ class _Round:
         return there - (instead_of is not None and self._domain[instead_of] == place) < self._most
 
     def _seat(self, group: int, place: int) -> int | None:
-        """The least loaded worker of the domain that may hold for the group, on its own node if possible."""
+        """Returns the domain's least loaded allowed holder, on a node new to the group if possible."""
         matching, seats = self._matching, self._seats[place]
         while seats and seats[0][0] != matching.load[seats[0][1]]:
             heapq.heappop(seats)
@@ -230,28 +230,28 @@ class _Round:
 
 @dataclass(frozen=True)
 class OldGroup:
-    """Ranks that are no more, whose artifacts were coded together: at which worker each lies now, and where
-    each block. None: nowhere."""
+    """A parity group of an earlier number of ranks, with the workers that have its data now.
+
+    None in place of a worker: no worker has it."""
 
     ranks: tuple[int, ...]
-    """In coding order."""
+    """The earlier ranks, in coding order."""
     members: tuple[int | None, ...]
-    """Who has the artifact of each rank."""
+    """The worker that has the artifact of each rank."""
     holders: tuple[int | None, ...]
-    """Who has block j."""
+    """The worker that has block j."""
 
 
 def deal(
     ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None
 ) -> tuple[CodeGroup, ...]:
-    """Groups of all workers from scratch. `crowded_first`: domains with most workers first, or last; None: as
-    they are named."""
+    """Forms groups of all workers anew. `crowded_first`: largest domains first or last; None: by name."""
     hands = _hands(ground, range(ground.workers), -(-ground.workers // data), crowded_first)
     return _with_holders(ground, start, hands, [()] * len(hands))
 
 
 def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGroup, ...] | None:
-    """As `deal`, but by whole nodes, so that fewer sets of nodes are fatal. None if nodes are not alike."""
+    """Forms groups of whole nodes, so that fewer sets of nodes are fatal. None if nodes are not alike."""
     seats: dict[int, list[int]] = {}
     for worker in range(ground.workers):
         seats.setdefault(ground.node[worker], []).append(worker)
@@ -285,7 +285,7 @@ def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGro
 def keep(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup], opened: int
 ) -> tuple[CodeGroup, ...]:
-    """What is still right of `previous`, and new groups for the rest and up to `opened` good groups."""
+    """Keeps the valid groups of `previous` except up to `opened` of them, and regroups all other workers."""
     wanted = -(-ground.workers // data)
     sizes = {ground.workers // wanted, -(-ground.workers // wanted)}
     seen: set[int] = set()
@@ -303,7 +303,7 @@ def keep(
     rest = [worker for worker in range(ground.workers) if worker not in seen]
     good = good[:wanted]
     if rest and opened:
-        # Groups that have nobody where the rest is crowded can take somebody from there.
+        # Groups without a worker in the domain that is most crowded in the rest can take one from there.
         domain = ground.domain[start]
         crowd = Counter(domain[worker] for worker in rest).most_common(1)[0][0]
         good.sort(key=lambda group: any(domain[worker] == crowd for worker in group.members))
@@ -321,7 +321,7 @@ def keep(
 
 
 def _sound(ground: PlacementProblem, start: int, group: CodeGroup) -> bool:
-    """Whether the members are as far apart as a group's can be: at the wanted level, or at the host's."""
+    """Returns whether the members are far enough apart at the wanted level, or else at the host level."""
     alone = CodeGroup(group.members, group.members[: ground.copies])
     for level in (start, len(ground.levels) - 1):
         domain = ground.domain[level]
@@ -371,7 +371,7 @@ def _with_holders(
 
 
 def _in_old_order(holders: Sequence[int], old: Sequence[int]) -> list[int]:
-    """Block j lies at holder j, so whoever stays keeps its place."""
+    """Returns `holders` with those of `old` in their old places, because block j lies at holder j."""
     fresh = [holder for holder in holders if holder not in old]
     placed = [holder if holder in holders else None for holder in old[: len(holders)]]
     placed += [None] * (len(holders) - len(placed))

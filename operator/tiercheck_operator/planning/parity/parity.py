@@ -1,10 +1,9 @@
-"""Decides whose artifacts are coded together and who keeps the parity.
+"""Decides which workers' artifacts are coded together and which workers hold the parity blocks.
 
-What fails together costs no group more than it can lose.
-
-A group of `data` members and `parity` holders survives any `parity` losses among them. So a domain may vanish
-if it has no more than that many of any group. Several complete placements are drawn up and the best by the
-order of goals is taken: as `placement` does for copies.
+Nodes that fail together must not cost a group more members and holders than it can lose. A group of `data`
+members and `parity` holders survives any `parity` losses among them, so a domain may vanish if it has no more
+than that many of any group. Several complete placements are made, and the best in the order of goals is
+taken, as `placement` does for copies.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from tiercheck_operator.planning.placement.placement import Placement, Unplaceab
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.topology import Topology, short_name
 
-# A group is lost if more of its workers vanish than it has holders, a member among them; nothing is claimed
-# for a level at which some node's domain is unknown, for it might be in any.
+# A group is lost if more of its workers vanish than it has holders, a member among them. Nothing is claimed
+# for a level at which a node's domain is unknown, because that node could be in any domain.
 _COUNT = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 
 
 def fits(ground: PlacementProblem, level: int, group: CodeGroup) -> bool:
-    """Whether any one domain of that level may vanish without costing the group more than it can lose."""
+    """Returns whether the group is known to survive the loss of any one domain of that level."""
     domain = ground.domain[level]
     where = [domain[worker] for worker in group.workers]
     return bool(group.holders) and min(where) >= 0 and max(Counter(where).values()) <= len(group.holders)
 
 
 def _domains_to_lose(ground: PlacementProblem, level: int, group: CodeGroup) -> int:
-    """How many domains of that level may vanish at once, whichever they are."""
+    """Returns how many domains of that level may vanish at once, whichever they are."""
     left, found = len(group.holders), 0
     for count in sorted(
         Counter(ground.domain[level][worker] for worker in group.workers).values(), reverse=True
@@ -50,7 +49,7 @@ def _domains_to_lose(ground: PlacementProblem, level: int, group: CodeGroup) -> 
 def parity_tolerated(
     ground: PlacementProblem, groups: Sequence[CodeGroup]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(levels of which any one domain may vanish, sentences for people), widest first."""
+    """Returns (levels of which any one domain may vanish, phrases for users), widest first."""
     levels: list[str] = []
     sentences: list[str] = []
     best = 0
@@ -81,26 +80,26 @@ def _fatal(ground: PlacementProblem, level: int, group: CodeGroup) -> list[int]:
 
 
 _OPENED = (0, 1, 3, 8)
-"""How many groups that are still right are opened, at most, to make room for those that are not."""
+"""The most valid groups to dissolve, tried in turn, to make room for the workers of invalid ones."""
 
 _MENDINGS = 8
-"""How often a placement that cannot be made right is mended, at most."""
+"""The most attempts to improve a placement that cannot be made complete."""
 
 Cost = tuple[tuple[int, ...], int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
 class ParityPolicy:
-    """What the user asks for."""
+    """The parity that the user asks for."""
 
     data: int
-    """Workers whose artifacts are coded together; one less in some groups if they are no multiple of it."""
+    """Workers that are coded together; fewer, evenly, if the number of workers is no multiple of it."""
     parity: int
-    """Losses that a group survives, and the number of its holders."""
+    """The number of losses that a group survives, and of its holders."""
     level: str | None
     """The level of which any one domain may vanish. None: the widest at which every worker can have that."""
     required: bool
-    """True: this level or nothing. False: climb down level by level."""
+    """True: only this level will do. False: narrower levels are tried in turn."""
 
 
 def place_parity(
@@ -110,9 +109,9 @@ def place_parity(
     suspects: Collection[str] = frozenset(),
     previous: Sequence[CodeGroup] = (),
 ) -> Placement | Unplaceable:
-    """Groups of the workers, each worker a member of exactly one.
+    """Divides the workers into parity groups, each worker a member of exactly one.
 
-    `suspects` are nodes whose workers keep nothing. `previous` are the groups of the last placement. Raises
+    Workers on nodes in `suspects` hold nothing. `previous` are the groups of the last placement. Raises
     ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or there are too
     few workers for one group.
     """
@@ -140,7 +139,7 @@ def place_parity(
 def describe_parity(
     sites: Sequence[WorkerSite], topology: Topology, policy: ParityPolicy, groups: Sequence[CodeGroup]
 ) -> Placement:
-    """What these groups are worth, however they came about. Raises ValueError as `place_parity` does."""
+    """Describes what any such groups protect against. Raises ValueError as `place_parity` does."""
     ground = PlacementProblem.of(sites, topology, policy.parity, None, frozenset())
     level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
     return _describe(ground, policy, level, tuple(groups))
@@ -149,7 +148,7 @@ def describe_parity(
 def _best(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]
 ) -> tuple[CodeGroup, ...]:
-    """What keeps most of the last placement if nothing better can be had; else the best of several drafts."""
+    """Returns the draft that keeps most of the last placement and is complete, else the best of several."""
     drafts: list[tuple[CodeGroup, ...]] = []
     if _still_meant(ground, data, previous):
         drafts.append(tuple(previous))
@@ -167,8 +166,8 @@ def _best(
     best = min(drafts, key=lambda groups: _cost(ground, start, groups, previous))
     if _complete(ground, start, best):
         return best
-    # Where no draft is right, mending the best may give a better one, and would the next time: so that
-    # nothing moves then.
+    # If no draft is complete, improving the best may give a better one, and the next call would do so: it is
+    # done here so that nothing moves then.
     for _ in range(_MENDINGS):
         mended = [keep(ground, start, data, best, opened) for opened in _OPENED]
         better = min([best, *mended], key=lambda groups: _cost(ground, start, groups, previous))
@@ -179,7 +178,7 @@ def _best(
 
 
 def _still_meant(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup]) -> bool:
-    """Whether these are as many groups of all the workers as are wanted now, with holders that can hold."""
+    """Returns whether these groups cover all the workers, are as many as needed, and have usable holders."""
     members = sorted(member for group in groups for member in group.members)
     holders = {holder for group in groups for holder in group.holders}
     return (
@@ -193,9 +192,10 @@ def _still_meant(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup
 def _cost(
     ground: PlacementProblem, start: int, groups: Sequence[CodeGroup], previous: Sequence[CodeGroup]
 ) -> Cost:
-    """Workers whose group a domain's loss would break (wanted level first), holders lacking, workers of one
-    group in one domain, unequal load, fatal sets of nodes, blocks to be folded anew, network distance.
-    Smaller is better.
+    """Returns the cost of `groups`; smaller is better, and each part only breaks ties of those before it.
+
+    Workers in groups that a domain's loss would break (wanted level first), holders lacking, workers of one
+    group in one domain, unequal load, fatal sets of nodes, blocks to be computed again, network distance.
     """
     levels = range(start, len(ground.levels))
     near = tuple(
@@ -287,7 +287,7 @@ def _wish(ground: PlacementProblem, level: int, policy: ParityPolicy) -> str:
 
 
 def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: int) -> str:
-    """The first bound that forbids it."""
+    """Returns the first bound that rules it out, as a clause."""
     name = ground.levels[level]
     able = sum(ground.can_hold)
     if able <= policy.parity:

@@ -1,1 +1,1 @@
-"""Plans copies: which workers keep those of which others."""
+"""Plans copies: which workers hold the copies of which others."""

@@ -1,7 +1,7 @@
 """Forms disjoint groups of workers that keep each other's copies, each in another failure domain.
 
-Few, fixed groups are safer than holders drawn anywhere: a job is lost when any one worker loses all its
-copies, so the fewer sets of nodes are fatal, the better (copysets).
+Few, fixed groups are safer than random holders: a job is lost when any one worker loses all its copies, so
+the fewer sets of nodes are fatal, the better (copysets).
 
 The plain case is a deal of cards: sort the workers by domain and deal them to n // (copies + 1) hands. As
 long as no domain has more workers than there are hands, every hand has members of different domains only.
@@ -26,7 +26,7 @@ from tiercheck_operator.planning.placement.problem import (
 
 
 def form_groups(ground: PlacementProblem, level: int, members: Sequence[int]) -> tuple[Assignment, list[int]]:
-    """Groups among `members` at that level, and the members left over (all in one domain, or domain unknown).
+    """Returns groups of `members` at that level, and the members left over (in one or an unknown domain).
 
     As many members as possible are grouped; every grouped one has all its copies in other domains and holds
     exactly as many as it has.
@@ -56,7 +56,7 @@ def form_groups(ground: PlacementProblem, level: int, members: Sequence[int]) ->
 
 
 def _order(ground: PlacementProblem, level: int) -> Callable[[int], tuple[int, int, int, int]]:
-    """Sort key: domain by domain, and within one all first workers of its nodes, then all second ones."""
+    """Returns a sort key: by domain, and in a domain the first worker of each node, then the second ones."""
     domain = ground.domain[level]
     return lambda worker: (domain[worker], ground.local[worker], ground.node[worker], worker)
 
@@ -67,7 +67,7 @@ def _deal(ground: PlacementProblem, level: int, members: Sequence[int], hands: i
         seats.setdefault(ground.node[worker], []).append(worker)
     per_node = {len(workers) for workers in seats.values()}
     if len(per_node) == 1:
-        # Nodes alike: deal whole nodes, so that local worker i is matched with local worker i.
+        # If nodes are alike, whole nodes are dealt, so that local worker i is matched with local worker i.
         domain = ground.domain[level]
         nodes = sorted(seats.values(), key=lambda workers: (domain[workers[0]], ground.node[workers[0]]))
         node_hands = len(nodes) // (ground.copies + 1)
@@ -89,7 +89,7 @@ def _ring(group: Sequence[int], copies: int) -> Assignment:
 
 
 def _fullest_first(ground: PlacementProblem, level: int, crowd: Sequence[int]) -> list[int]:
-    """Workers of one domain, of its fullest parts first, so that what is left over is spread evenly."""
+    """Sorts workers of one domain, those of its fullest parts first, so that the rest is spread evenly."""
     inner = ground.domain[min(level + 1, len(ground.levels) - 1)]
     seat: Counter[int] = Counter()
     height: dict[int, int] = {}
@@ -100,10 +100,10 @@ def _fullest_first(ground: PlacementProblem, level: int, crowd: Sequence[int]) -
 
 
 def _bundles(ground: PlacementProblem, level: int, order: Sequence[int], pairs: int) -> Assignment:
-    """Groups of `copies` pairs each; pair i is order[i] and order[i + pairs], an odd last member joins a
-    group.
+    """Forms groups of `copies` pairs each; pair i is order[i] and order[i + pairs].
 
-    No domain has more than half of such a group, so each member finds its holders inside it.
+    An odd last member joins a group. No domain has more than half of such a group, so each member finds its
+    holders inside it.
     """
     count = max(1, pairs // ground.copies)
     cuts = [index * pairs // count for index in range(count + 1)]
@@ -122,7 +122,7 @@ def _bundles(ground: PlacementProblem, level: int, order: Sequence[int], pairs: 
 
 
 def _match(group: Sequence[int], domain: Sequence[int], copies: int) -> Assignment:
-    """Each member's holders within a small group, by augmenting paths: `copies` per owner and per holder."""
+    """Matches the members of a small group, by augmenting paths: `copies` per owner and per holder."""
     held: dict[int, list[int]] = {holder: [] for holder in group}
     size = len(group)
     rotated = {
@@ -154,9 +154,9 @@ def _match(group: Sequence[int], domain: Sequence[int], copies: int) -> Assignme
 
 
 def insert(draft: PlacementDraft, start: int, rest: Iterable[int]) -> None:
-    """Takes workers that found no group into existing ones: where x keeps at y, now x keeps at u and u at y.
+    """Inserts each worker u without a group into one: u takes x's copy over from y, and y holds u's.
 
-    Loads stay equal, and nobody who was there comes nearer to its copies than it was.
+    Loads stay equal, and no worker of the group comes nearer to its copies than before.
     """
     ground = draft.ground
     edges = [(x, y) for x, holders in enumerate(draft.holders) for y in holders]
@@ -184,8 +184,7 @@ def insert(draft: PlacementDraft, start: int, rest: Iterable[int]) -> None:
 
 
 def swap(draft: PlacementDraft, level: int) -> None:
-    """Makes room at that level: u lacks a copy and only its own domain's z is free, so x moves from y to z,
-    and y takes u."""
+    """Makes room for a worker u: if only z in u's domain has room, x's copy moves from y to z, u's to y."""
     ground = draft.ground
     limit = ground.limit
     edges = [(x, y) for x, holders in enumerate(draft.holders) for y in holders if ground.apart(level, x, y)]
@@ -223,9 +222,9 @@ def swap(draft: PlacementDraft, level: int) -> None:
 
 
 def fill(draft: PlacementDraft, start: int) -> None:
-    """Gives those who still lack copies the least loaded holders, as far apart as can be.
+    """Assigns the least loaded holders to workers that still lack copies, as far apart as possible.
 
-    They are workers on suspect nodes, which may hold nothing themselves, and the rest of jobs too small for
+    Those are workers on suspect nodes, which may hold nothing themselves, and the rest of jobs too small for
     groups.
     """
     for level in range(start, len(draft.ground.levels)):
@@ -259,7 +258,7 @@ def _fill_one(
     inside: dict[int, list[tuple[int, int]]],
     domains: list[tuple[tuple[int, int], int]],
 ) -> None:
-    """One copy per domain and round, so that a worker's copies are apart from each other too if possible."""
+    """Assigns one copy per domain and round, so that a worker's copies are apart if possible."""
     ground = draft.ground
     found = True
     while found and len(draft.holders[owner]) < ground.copies:
@@ -288,14 +287,13 @@ def _fill_one(
 
 
 _MOST = 256
-"""Workers that are helped; if more go without, there is no room for a first copy of everybody in any case."""
+"""The most workers that get a first copy so; if more lack one, there is no room for all in any case."""
 
 
 def cover_bare(
     ground: PlacementProblem, start: int, holders: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """The same holders, but that bare workers get the place of somebody's further copy. `start`: index of the
-    wanted level."""
+    """Gives bare workers a copy, if needed in place of another's further copy; `start`: the wanted level."""
     covered = list(holders)
     if ground.copies < 2:
         return covered
@@ -324,7 +322,7 @@ def cover_bare(
 class _Place(NamedTuple):
     holder: int
     owner: int | None
-    """Whose copy it gives up; None: nobody's."""
+    """The owner of the copy that the holder drops; None: no copy is dropped."""
 
 
 def _give(
@@ -347,7 +345,7 @@ def _place_for(
     *,
     taking: bool,
 ) -> _Place | None:
-    """The farthest away, then the least of a loss to its owner. `taking`: somebody's place, too."""
+    """Returns the farthest place, then the one that costs its owner least. `taking`: also places in use."""
     best: tuple[tuple[int, int, int, int], _Place] | None = None
     for holder in range(ground.workers):
         if (

@@ -1,8 +1,8 @@
-"""Decides who keeps whose copies, so that what fails together does not hold the same state.
+"""Decides which workers hold which copies, so that nodes that fail together never hold the same state.
 
-Several complete placements are drawn up and the best by the order of goals (`problem.cost`) is taken: nobody
+Several complete placements are made and the best in the order of goals (`problem.cost`) is taken: no worker
 without a copy, no copy in the same domain, none on suspect nodes, equal load, few fatal sets, least change,
-short way. Deterministic.
+short distance. Deterministic.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ Holders = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PlacementPolicy:
-    """What the user asks for."""
+    """The copies that the user asks for."""
 
     copies: int
     """Copies of each worker's artifacts on other workers; 0: none."""
     level: str | None
-    """The level whose domains must differ. None: the widest at which every worker can be placed."""
+    """The level at which domains must differ. None: the widest at which every worker can be placed."""
     required: bool
-    """True: this level or nothing. False: climb down level by level."""
+    """True: only this level will do. False: narrower levels are tried in turn."""
     copy_bytes: int | None = None
-    """Bytes one copy takes; with it, workers whose `memory` is too small for their share hold none."""
+    """Bytes of one copy; if given, workers with too little `memory` for their share hold none."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Who keeps whose copies, and what that is worth."""
+    """The holders of all workers' copies, and the failures that they protect against."""
 
     holders: Holders
-    """By worker: the workers that keep its copies."""
+    """The workers that hold each worker's copies, by worker."""
     achieved_level: str | None
     """The level at which every worker has all its copies in other domains; None: not even the host."""
     unprotected: tuple[int, ...]
     """Workers with fewer copies than asked for, or with no copy outside their own node."""
     tolerates: tuple[str, ...]
-    """Sentences for people, such as "any one rack"; widest first."""
+    """Phrases for users, such as "any one rack"; widest first."""
     tolerated_levels: tuple[str, ...]
     """Levels of which any one domain can vanish with nothing lost; widest first."""
     digest: str
-    """Short, and the same for the same holders."""
+    """A short digest, the same for the same holders."""
     reason: str
-    """What was achieved and, if that is less than asked for, which bound is to blame."""
+    """A description of the result; if it is less than asked for, with the bound that caused it."""
     groups: tuple[CodeGroup, ...] = ()
-    """With parity in place of copies; then there are no `holders`."""
+    """The parity groups, if there is parity in place of copies; then there are no `holders`."""
 
     def hosted(self, worker: int) -> tuple[int, ...]:
-        """The workers whose copies `worker` keeps."""
+        """Returns the owners of the copies that `worker` holds."""
         return tuple(owner for owner, kept in enumerate(self.holders) if worker in kept)
 
 
@@ -93,7 +93,7 @@ def place(
     suspects: Collection[str] = frozenset(),
     previous: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Placement | Unplaceable:
-    """Place `policy.copies` copies of every worker on other workers.
+    """Places `policy.copies` copies of every worker on other workers.
 
     `suspects` are nodes that get no copies. `previous` maps workers to their holders in the last placement.
     Raises ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or copies
@@ -121,7 +121,7 @@ def describe(
     policy: PlacementPolicy,
     holders: Mapping[int, tuple[int, ...]],
 ) -> Placement:
-    """What these holders are worth, however they came about. Raises ValueError as `place` does."""
+    """Describes what any such holders protect against. Raises ValueError as `place` does."""
     ground = PlacementProblem.of(sites, topology, policy.copies, policy.copy_bytes, frozenset())
     level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
     given = tuple(tuple(holders.get(worker, ())) for worker in range(ground.workers))
@@ -136,7 +136,7 @@ def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, 
     if before:
         drafts.append(build(ground, start, before))
     if not all(ground.can_hold):
-        # Others must take more than their own share then, and that may spare someone a nearer holder.
+        # Other workers must take more than their share then, which may save some worker a nearer holder.
         drafts += [
             build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])
         ]
@@ -149,7 +149,7 @@ def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, 
 
 
 def _usable(ground: PlacementProblem, before: Mapping[int, tuple[int, ...]]) -> bool:
-    """Whether the last placement as it stands breaks no rule that a new one would keep."""
+    """Returns whether the last placement unchanged breaks no rule that a new one would keep."""
     load = [0] * ground.workers
     for worker in range(ground.workers):
         kept = before.get(worker)
@@ -237,13 +237,13 @@ def _reason(
     return "; ".join(sentences)
 
 
-# One complete placement: what can stay stays, then groups, then level by level.
-# What is still right of the last placement is kept, because every copy that moves must be sent anew. Where
-# a spread cannot be had, a sentence names the domain that is too full, or what is not known.
+# One complete placement: valid holders stay, then groups are formed, then gaps are filled level by level.
+# The valid part of the last placement is kept, because every copy that moves must be sent again. If a spread
+# is impossible, a sentence names the domain that is too full, or the labels that are not known.
 
 
 def bound(ground: PlacementProblem, level: int) -> str:
-    """The first bound that forbids every worker to have all its copies in other domains of that level."""
+    """Returns the first bound that keeps workers from having all copies in other domains of the level."""
     name = ground.levels[level]
     total = ground.workers
     if total == 1:
@@ -256,8 +256,8 @@ def bound(ground: PlacementProblem, level: int) -> str:
     domain = ground.domain[level]
     owners = Counter(domain)
     holders = Counter(domain[worker] for worker in able)
-    # Demand inside a domain against room outside it: where the difference is largest, Hall's condition fails
-    # first.
+    # Demand inside a domain against room outside it: Hall's condition fails first where the difference is
+    # largest.
     pressure = {place: ground.copies * owners[place] + ground.load_limit * holders[place] for place in owners}
     worst = min(pressure, key=lambda place: (-pressure[place], place))
     count = owners[worst]
@@ -289,7 +289,7 @@ Previous = Mapping[int, tuple[int, ...]]
 def keep_groups(
     ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous
 ) -> tuple[Assignment, list[int]]:
-    """Keeps what is still right of `previous`, and opens as few other groups as the new members need."""
+    """Keeps the valid groups of `previous`, and dissolves as few of them as the new members need."""
     kept = _valid_groups(ground, level, members, previous)
     inside = {worker for group in kept for worker in group}
     rest = [worker for worker in members if worker not in inside]
@@ -309,7 +309,7 @@ def keep_groups(
 def _valid_groups(
     ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous
 ) -> list[list[int]]:
-    """The closed groups of `previous` with all members among `members`, all apart, and equally loaded."""
+    """Returns the closed groups of `previous` inside `members` that are all apart and equally loaded."""
     allowed = set(members)
     parent = {worker: worker for worker in members}
 
@@ -348,10 +348,10 @@ def build(
     scoped: bool = False,
     fill_first: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Holders per worker. `start` is the wanted level; groups of `previous` that still fit are kept.
+    """Returns holders per worker; groups of `previous` that still fit are kept. `start`: the wanted level.
 
-    `scoped` keeps groups inside the next wider domain where that works, for a short way between them.
-    `fill_first` uses up spare load at the wanted level before anyone is grouped at a narrower one.
+    `scoped` keeps groups inside the next wider domain where possible, so that copies take a short path.
+    `fill_first` uses up spare load at the wanted level before workers are grouped at a narrower one.
     """
     draft = PlacementDraft(ground)
     rest = [worker for worker in range(ground.workers) if ground.can_hold[worker]]
@@ -366,8 +366,8 @@ def build(
             assignment, rest = form_groups(ground, level, rest)
         draft.give(assignment)
         if fill_first:
-            # Whoever is left goes through `fill` alone: a group on top of what it was just given would
-            # overload it.
+            # The remaining workers go through `fill` only: a group on top of the copies that they were just
+            # assigned would overload them.
             fill_level(draft, level)
             swap(draft, level)
             rest = []
@@ -387,7 +387,7 @@ def build(
 def _scoped_groups(
     ground: PlacementProblem, level: int, members: Sequence[int]
 ) -> tuple[Assignment, list[int]]:
-    """Groups inside each wider domain that can match its own workers; the rest is matched further apart."""
+    """Forms groups inside each wider domain that can match its own workers; the rest is matched across."""
     assignment: Assignment = []
     pool = list(members)
     for scope in range(level - 1, -1, -1):

@@ -1,6 +1,6 @@
-"""The workers and their failure domains as dense numbers, fast enough for ten thousand.
+"""Represents the workers and their failure domains as dense numbers, fast enough for ten thousand.
 
-`PlacementDraft` is a placement under construction: scratch, thrown away once the best one is chosen.
+`PlacementDraft` is a placement under construction, discarded once the best one is chosen.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from tiercheck_operator.model.conditions import listed
 from tiercheck_operator.planning.topology import Topology, short_name
 
 Assignment = list[tuple[int, tuple[int, ...]]]
-"""(worker, the holders of its copies)."""
+"""Pairs of a worker and the holders of its copies."""
 
 
 @dataclass(frozen=True)
 class WorkerSite:
-    """Where one worker runs."""
+    """The node that one worker runs on, and its memory."""
 
     worker: int
     node: str
     memory: int | None = None
-    """Bytes that it can give to copies of others. None: enough."""
+    """Bytes that it has for copies of others. None: enough."""
 
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Workers 0..n-1, their nodes, and their domain's number at every level; -1 where labels do not say."""
+    """Workers 0..n-1 with their nodes and domain numbers at every level; -1 where labels do not give one."""
 
     copies: int
     node: Sequence[int]
     local: Sequence[int]
-    """Position among the workers of the same node."""
+    """The position of each worker among those of its node."""
     levels: tuple[str, ...]
     domain: Sequence[Sequence[int]]
-    """By level (widest first; the last is the host), then by worker."""
+    """Domain numbers by level (widest first; the last is the host), then by worker."""
     domain_name: Sequence[Sequence[str]]
-    """By level, then by domain number."""
+    """Domain names by level, then by domain number."""
     can_hold: Sequence[bool]
-    """Not on a suspect node, and memory for the copies."""
+    """True for each worker that is not on a suspect node and has memory for the copies."""
     load_limit: int
-    """Copies that one holder may get: equal shares, rounded up, and what those with less memory leave."""
+    """The most copies per holder: equal shares, rounded up, and those that holders with less memory leave."""
     limit: Sequence[int]
-    """By worker: the same, or as many as its memory has room for."""
+    """The most copies of each worker: `load_limit`, or as many as its memory has room for."""
     short_of_memory: tuple[int, ...]
     unlabelled: Sequence[tuple[str, ...]]
-    """By level: nodes in use whose domain is unknown."""
+    """The nodes in use without a known domain, by level."""
 
     @staticmethod
     def of(
@@ -58,7 +58,7 @@ class PlacementProblem:
         copy_bytes: int | None,
         suspects: Collection[str],
     ) -> PlacementProblem:
-        """Raises ValueError if the workers are not 0..n-1, each once."""
+        """Builds the problem. Raises ValueError if the workers are not 0..n-1, each once."""
         ordered = sorted(sites, key=lambda site: site.worker)
         if [site.worker for site in ordered] != list(range(len(ordered))):
             raise ValueError("sites must name the workers 0..n-1, each once")
@@ -116,12 +116,13 @@ class PlacementProblem:
 
     @cached_property
     def one_node(self) -> bool:
-        """Whether there is no other node to keep a copy on. Asked for each worker, so found out once."""
+        """Returns whether there is no other node to keep a copy on; cached, because each worker needs it."""
         return len(set(self.node)) <= 1
 
     def levels_to_try(self, wanted: str | None) -> list[int]:
-        """The wanted level; None: all at which workers may be parted, widest first, then the last. Raises
-        ValueError if there is no such level."""
+        """Returns the wanted level; None: all at which workers may be apart, then the last.
+
+        They are sorted widest first. Raises ValueError if there is no such level."""
         if wanted is not None:
             if wanted not in self.levels:
                 raise ValueError(f"no topology level {wanted!r}; there are {', '.join(self.levels)}")
@@ -130,18 +131,18 @@ class PlacementProblem:
         return [*(n for n in range(last) if not self.unlabelled[n] and len(self.domain_name[n]) > 1), last]
 
     def apart(self, level: int, a: int, b: int) -> bool:
-        """Whether two workers are known to be in different domains of that level."""
+        """Returns whether two workers are known to be in different domains of that level."""
         domain = self.domain[level]
         return domain[a] != domain[b] and domain[a] >= 0 and domain[b] >= 0
 
     def without_labels(self, level: int) -> str:
-        """Why that level's domains are not known, as a clause."""
+        """Returns the reason why that level's domains are not known, as a clause."""
         nodes = self.unlabelled[level]
         noun = "node" if len(nodes) == 1 else "nodes"
         return f"the {self.levels[level]} of {noun} {listed(nodes, 3)} is not known from labels"
 
     def parting_level(self, start: int, a: int, b: int) -> int:
-        """The widest level from `start` on at which the two are apart; the number of levels if none."""
+        """Returns the widest level from `start` on at which both are apart, else the number of levels."""
         for level in range(start, len(self.levels)):
             if self.apart(level, a, b):
                 return level
@@ -149,12 +150,12 @@ class PlacementProblem:
 
 
 def _share(wanted: int, rooms: Sequence[int]) -> int:
-    """The smallest limit per holder with which `wanted` copies find room; the largest room if they do not."""
+    """Returns the smallest limit per holder at which `wanted` copies have room; the largest room if none."""
     left, limit = wanted, 0
     holders = sorted(room for room in rooms if room)
     while holders and left > 0:
         share = -(-left // len(holders))
-        # Those with less room than an equal share are full; the rest of theirs is shared anew.
+        # Holders with less room than an equal share are full; the copies beyond their room are shared again.
         full = [room for room in holders if room < limit + share]
         if not full:
             return limit + share
@@ -168,7 +169,7 @@ def _share(wanted: int, rooms: Sequence[int]) -> int:
 
 @dataclass
 class PlacementDraft:
-    """Holders per worker so far, and the load that this puts on each."""
+    """The holders of each worker so far, and the resulting load of each holder."""
 
     ground: PlacementProblem
     holders: list[tuple[int, ...]] = field(init=False)
@@ -188,18 +189,18 @@ class PlacementDraft:
 
 
 def is_bare(ground: PlacementProblem, worker: int, kept: Sequence[int]) -> bool:
-    """Whether no copy of the worker is on another node, if there is another."""
+    """Returns whether no copy of the worker is on another node although there is one."""
     return ground.copies > 0 and not any(
         ground.one_node or ground.node[h] != ground.node[worker] for h in kept
     )
 
 
 # A domain can vanish without loss if every worker inside it has a copy outside it. Nothing is claimed for a
-# level at which some node's domain is unknown, for it might be in any.
+# level at which a node's domain is unknown, because that node could be in any domain.
 #
-# Smaller goals are better, and each only breaks ties above it. Fewer fatal sets and shorter ways decide
-# between placements when copies must be made anyway. In the life of a job they are no reason: every copy
-# that moves is sent over the network that training uses.
+# Smaller values are better, and each only breaks ties of those before it. Fewer fatal sets and shorter
+# distances decide between placements when copies must be made anyway. They do not justify moves while a job
+# runs: every copy that moves is sent over the network that training uses.
 Cost = tuple[int, tuple[int, ...], int, int, int, int, int]
 
 
@@ -209,9 +210,10 @@ def cost(
     holders: Sequence[tuple[int, ...]],
     previous: Mapping[int, tuple[int, ...]],
 ) -> Cost:
-    """Workers without any copy on another node, those not apart from all their copies (wanted level first,
-    then narrower), copies lacking, unequal load, fatal sets of nodes, copies moved, network distance.
-    """
+    """Returns the cost of `holders`; smaller is better. Its parts, most important first:
+
+    workers without any copy on another node, those not apart from all their copies (wanted level first, then
+    narrower), copies lacking, unequal load, fatal sets of nodes, copies moved, network distance."""
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
     bare = lacking = distance = moved = 0
@@ -236,7 +238,7 @@ def cost(
 def fatal_domains(
     ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]
 ) -> frozenset[int] | None:
-    """The domains of that level whose loss takes some worker's memory and all its copies. None: not known."""
+    """Returns the domains that hold a worker and all its copies; None if a worker's domain is unknown."""
     domain = ground.domain[level]
     if any(place < 0 for place in domain):
         return None
@@ -250,7 +252,7 @@ def fatal_domains(
 def tolerated(
     ground: PlacementProblem, holders: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(levels of which any one domain may vanish, sentences for people), widest first."""
+    """Returns (levels of which any one domain may vanish, phrases for users), widest first."""
     levels: list[str] = []
     sentences: list[str] = []
     for index, name in enumerate(ground.levels):
@@ -273,7 +275,7 @@ Holders = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, order=True)
 class PlacementStanding:
-    """Compared in this order; smaller is better."""
+    """Rates a placement: fields are compared in this order, and smaller is better."""
 
     bare: int
     """Workers without any copy on another node, though copies were asked for."""
@@ -290,14 +292,14 @@ class PlacementStanding:
 
     @property
     def urgent(self) -> tuple[int, int, tuple[int, ...], int]:
-        """What may cost state when something fails."""
+        """Returns the fields that may cost state when something fails."""
         return self.bare, self.lacking, self.near, self.unfit
 
 
 def standing_of(
     ground: PlacementProblem, start: int, holders: Holders, among: Collection[int] | None = None
 ) -> PlacementStanding:
-    """`start` is the index of the wanted level. `among`: of these workers and these holders' loads only."""
+    """Rates `holders`; `among`: only these workers and holders. `start`: the index of the wanted level."""
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
     bare = lacking = unfit = surplus = 0

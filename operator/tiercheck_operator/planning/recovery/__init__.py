@@ -1,1 +1,1 @@
-"""Plans a recovery: which version, and from where for each rank."""
+"""Plans a recovery: the version, and the sources of each rank."""

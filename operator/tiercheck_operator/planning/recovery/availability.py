@@ -1,8 +1,8 @@
-"""Answers who can rebuild what, with what is held as sets of versions in the bits of integers.
+"""Answers which ranks can rebuild which versions, with sets of versions as the bits of integers.
 
 A job of ten thousand ranks holds some hundred thousand artifacts, but of a few dozen versions only. With a
-bit for each version, all that a rank has is four numbers, a chain is a walk over bits, and ranks that hold
-the same share the answer.
+bit for each version, the artifacts of a rank are four numbers, a chain is a walk over bits, and ranks that
+hold the same share the answer.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.parity.code_groups import OldGroup
 
 Distance = Callable[[int, int], int]
-"""How far apart two workers are; 0 is the same host."""
+"""A function that returns how far apart two workers are; 0 is the same host."""
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """Of one rank (or one parity block), at one place."""
+    """The artifacts of one rank (or one parity block) at one place."""
 
     snapshots: Collection[Version] = ()
     deltas: Collection[Version] = ()
-    """Each named after the version that it leads to."""
+    """The deltas, each named after the version that it leads to."""
 
 
 @dataclass(frozen=True)
 class JobInventory:
-    """What one sidecar that answered has verified in its memory, without what is quarantined there."""
+    """The verified artifacts in the memory of one sidecar that answered, without quarantined ones."""
 
     worker: int
     own: Mapping[int, Artifacts] = field(default_factory=dict)
-    """By rank, for the worker's own ranks."""
+    """The artifacts of the worker's own ranks, by rank."""
     hosted: Mapping[int, Artifacts] = field(default_factory=dict)
-    """By rank, copies kept for other workers."""
+    """The copies kept for other workers, by rank."""
     blocks: Mapping[Share, Artifacts] = field(default_factory=dict)
-    """Parity blocks kept for other workers."""
+    """The parity blocks kept for other workers."""
 
 
 @dataclass(frozen=True)
 class RemoteInventory:
-    """What is known of the remote tier: snapshots, complete for every rank. Unreachable ones do not count."""
+    """The snapshots known in the remote tier, complete for every rank; they count only if it is reachable."""
 
     configured: bool
     reachable: bool | None = None
-    """None: not tried yet."""
+    """True if the remote tier answers; None: it was not tried yet."""
     versions: Collection[Version] = ()
     ranks: Mapping[Version, int] = field(default_factory=dict)
-    """By how many ranks each was made, as far as that was looked up."""
+    """The number of ranks that made each version, as far as it was looked up."""
 
     @property
     def usable(self) -> frozenset[Version]:
-        """Versions whose snapshots could be fetched now."""
+        """Returns the versions that can be fetched now."""
         return frozenset(self.versions) if self.configured and self.reachable else frozenset()
 
     @property
     def undecided(self) -> bool:
-        """Whether it may hold versions that we cannot see."""
+        """Returns whether the remote tier may hold versions that cannot be seen now."""
         return self.configured and not self.reachable
 
 
@@ -72,34 +72,33 @@ class SourceChoice:
     tier: Tier
     worker: int | None = None
     group: CodeGroup | OldGroup | None = None
-    """Rebuild from its blocks and from what its other members hold; an `OldGroup` if other ranks made it."""
+    """The group to rebuild from, by its blocks and other members; an `OldGroup` if other ranks made it."""
 
 
 Sources = Mapping[int, tuple[SourceChoice, ...]]
-"""By rank, nearest first. Together they hold a chain to the version."""
+"""The sources of each rank, nearest first; together they hold a chain to the version."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The version cannot be rebuilt for these ranks from what answered."""
+    """The ranks for which a version cannot be rebuilt from the sources that answered."""
 
     ranks: tuple[int, ...]
 
 
 Held = tuple[int, int]
-"""Bits of the snapshots, bits of the deltas."""
+"""The bits of the snapshots and the bits of the deltas."""
 _NOTHING: Held = (0, 0)
 _MOST_VERSIONS = 2**15
-"""That are told apart; no job has more. A decision's time grows with the square of them, and no other job is
-looked after meanwhile."""
+"""The most versions that count; no job has more. Decisions take quadratic time and block other jobs."""
 
 
 class Availability:
-    """What a job's ranks can be rebuilt from. Ranks outside 0..ranks-1 are not the job's and are ignored.
+    """Answers from which artifacts a job's ranks can be rebuilt; ranks outside 0..ranks-1 are ignored.
 
-    `bad` names artifacts every copy of which is useless. `groups` are those of the placement: they say who
-    ought to keep a block whose holder was lost. `ranks_per_worker`: None if the ranks are not those of any
-    worker now, so that nobody is at home.
+    `bad` names artifacts of which every copy is useless. `groups` are those of the placement: they name the
+    intended holder of a block that was lost. `ranks_per_worker`: None if the ranks are not those of any
+    worker now, so that no artifact counts as local.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Availability:
         for ranks_of, kept in sorted(blocks.items()):
             self._decode(ranks_of, kept)
         self.versions = tuple(sorted(version for version, bit in self._bits.items() if bit))
-        """Accepted versions of which anything is held, oldest first."""
+        """The accepted versions of which any artifact is held, oldest first."""
         self._order = [(self._bits[version], self._before(version)) for version in self.versions]
         self._previous = dict(self._order)
         self._reachable: dict[Held, int] = {}
@@ -147,22 +146,22 @@ class Availability:
         self._by_every_rank = [(tier, reduce(and_, found)) for tier, found in self._tiers()]
 
     def farthest_tier(self, version: Version) -> Tier | None:
-        """The tier that the worst-off rank needs; None if some rank cannot rebuild the version."""
+        """Returns the farthest tier that any rank needs; None if some rank cannot rebuild the version."""
         bit = self._bits.get(version, 0)
         return next((tier for tier, every in self._by_every_rank if every & bit), None)
 
     def tier_of(self, rank: int, version: Version) -> Tier | None:
-        """The farthest place that the rank needs for it, by the nearest chain; None if there is no chain."""
+        """Returns the farthest tier of the rank's nearest chain to the version; None if there is no chain."""
         bit = self._bits.get(version, 0)
         return next((tier for tier, found in self._tiers() if found[rank] & bit), None)
 
     def lacking(self, version: Version) -> tuple[int, ...]:
-        """The ranks that cannot rebuild it."""
+        """Returns the ranks that cannot rebuild the version."""
         bit = self._bits.get(version, 0)
         return tuple(rank for rank, found in enumerate(self._all) if not found & bit)
 
     def gap(self, rank: int, version: Version) -> str:
-        """What the rank would need, in words: "has no copy", "lacks the delta of step 7"."""
+        """Returns what the rank lacks, as a clause: "has no copy", "lacks the delta of step 7"."""
         snapshots, deltas = self._union(rank)
         bit = self._bits.get(version, 0)
         if not (snapshots | deltas) & bit:
@@ -174,8 +173,9 @@ class Availability:
         return f"lacks the delta of step {step}" if rests else f"lacks a snapshot before step {version.step}"
 
     def base_of(self, version: Version) -> Version | None:
-        """The snapshot from which every rank can rebuild it, in memory if there is one: of several the one
-        that most ranks hold themselves, of these the newest. None: the ranks have none in common."""
+        """Returns a snapshot from which every rank can rebuild the version; None: they have none in common.
+
+        One in memory is preferred, then the one that most ranks hold themselves, then the newest."""
         bit = self._bits.get(version, 0)
         for held in (set(self._memory), set(map(self._union, range(self._ranks)))):
             common = reduce(and_, (self._chains(bit, each)[0] for each in held))
@@ -185,12 +185,11 @@ class Availability:
         return None
 
     def _owners(self, bit: int) -> int:
-        """How many ranks have that snapshot in their own memory."""
+        """Returns how many ranks have that snapshot in their own memory."""
         return sum(bool(snapshots & bit) for snapshots, _ in self._own)
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        """Where the artifacts of each rank's chain lie, nearest first: own memory, nearest holder, other
-        holders, parity, remote.
+        """Returns the places of each rank's chain: own memory, nearest holder, other holders, parity, remote.
 
         Without `distance` holders are ordered by index.
         """
@@ -234,7 +233,7 @@ class Availability:
         return self._memory[rank][0] | self._stored(rank), self._memory[rank][1]
 
     def _stored(self, rank: int) -> int:
-        """Snapshots of the rank in the remote tier."""
+        """Returns the snapshots of the rank in the remote tier."""
         return self._remote & ~self._bad.get(rank, _NOTHING)[0]
 
     def _tiers(self) -> tuple[tuple[Tier, list[int]], ...]:
@@ -287,7 +286,7 @@ class Availability:
     # Parity
 
     def _decode(self, ranks: tuple[int, ...], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> None:
-        """What the blocks over `ranks` can give each of them, with what the others hold of their own."""
+        """Adds what each of `ranks` can rebuild from its group's blocks and the other members' artifacts."""
         if not all(0 <= rank < self._ranks for rank in ranks):
             return
         group = self._group(ranks, kept)
@@ -302,7 +301,7 @@ class Availability:
             for bit in _each(some & ~everyone):
                 room = sum(bool(block & bit) for block in blocks) - sum(not held & bit for held in own)
                 for entry, held in zip(rebuilt, own, strict=True):
-                    # A member that has the artifact could lose it: then one block more is needed.
+                    # A member that has the artifact may lose it: one block more is needed then.
                     if room >= (1 if held & bit else 0):
                         entry[kind] |= bit
         for rank, entry in zip(ranks, rebuilt, strict=True):
@@ -311,8 +310,9 @@ class Availability:
             self._parity.setdefault(rank, []).append((group, given))
 
     def _group(self, ranks: Sequence[int], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> CodeGroup:
-        """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it
-        will not be found there."""
+        """Returns the group with the holders of its blocks.
+
+        In place of a lost block's holder it names the planned one, or any: no block will be found there."""
         assert self._per_worker is not None, "of other ranks: see resharded.py"
         members = tuple(rank // self._per_worker for rank in ranks)
         planned = self._planned.get(members)
@@ -348,7 +348,7 @@ class Availability:
         return found
 
     def _chains(self, bit: int, held: Held) -> Held:
-        """The artifacts of all chains that lead to the version `bit`."""
+        """Returns the artifacts of all chains that lead to the version `bit`."""
         snapshots, deltas = held
         of_use = [0, 0]
         pending = 0

@@ -1,9 +1,9 @@
-"""Decides what a job comes back to after a failure: which version, from where for each rank, and why.
+"""Decides what a job restores after a failure: which version, from where for each rank, and why.
 
 A version counts if *every* rank can rebuild it, from a snapshot and the deltas after it, wherever these lie.
-The minimum of each rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which nobody can
-rebuild. And nothing is started afresh while a committed version may still turn up: then the answer is to
-wait.
+The minimum of each rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which the first
+rank cannot rebuild. Training does not start from scratch while a committed version may still turn up: the
+decision is then to wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiercheck_operator.planning.recovery.resharded import ResizedStock
 
 @dataclass(frozen=True)
 class RestoreSeconds:
-    """How long a restore takes whose farthest rank comes from that tier. Estimates, in seconds."""
+    """Estimated seconds of a restore, by the farthest tier that any rank needs."""
 
     local: float = 2.0
     peer: float = 10.0
@@ -36,31 +36,31 @@ class RestoreSeconds:
 
 @dataclass(frozen=True)
 class RecoveryProblem:
-    """All that the decision depends on."""
+    """The inputs of a recovery decision."""
 
     ranks: int
     ranks_per_worker: int
     history: History
     inventories: Sequence[JobInventory]
-    """Of all sidecars: each has answered before anything is decided."""
+    """The inventories of all sidecars; nothing is decided before each has answered."""
     remote: RemoteInventory
     distance: Distance | None = None
     step_seconds: float | None = None
     last_step: int | None = None
-    """Newest step trained, if known."""
+    """The newest step trained, if known."""
     restore_seconds: RestoreSeconds = field(default_factory=RestoreSeconds)
     target_step: int | None = None
-    """`spec.restore.from.step`: come back to exactly this step."""
+    """`spec.restore.from.step`: the exact step to restore."""
     prove_steps: int = 0
-    """`spec.restore.proveSteps`: steps to give up where the newest version leaves none to train again."""
+    """`spec.restore.proveSteps`: the steps to give up if the newest version leaves none to train again."""
     bad: Collection[Artifact] = ()
-    """Artifacts that are useless wherever they lie."""
+    """The artifacts of which every copy is useless."""
     groups: Sequence[CodeGroup] = ()
     """The parity groups of the placement."""
 
     @property
     def stock(self) -> ResizedStock:
-        """Everything that can be rebuilt from."""
+        """Returns the artifacts to rebuild from, by number of ranks."""
         return ResizedStock(
             self.ranks,
             self.ranks_per_worker,
@@ -74,35 +74,35 @@ class RecoveryProblem:
 
 @dataclass(frozen=True)
 class Recover:
-    """Restore `version`."""
+    """The decision to restore `version`."""
 
     version: Version
     sources: Sources
     tier_counts: Mapping[Tier, int]
-    """Ranks by the farthest tier that their nearest chain needs; tiers without ranks are left out."""
+    """The number of ranks by the farthest tier of their nearest chain; tiers without ranks are left out."""
     lost_steps: int
     reason: str
     base: Version | None = None
-    """The snapshot that all ranks begin from; None: others made it, or they have none in common."""
+    """The snapshot that all ranks begin from; None: the version is resized, or they have none in common."""
 
 
 @dataclass(frozen=True)
 class StartFresh:
-    """Nothing committed exists anywhere: train from scratch."""
+    """The decision to train from scratch, because no version can be rebuilt from anything."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing can be rebuilt now, but what has not answered yet may hold it."""
+    """The decision to wait for the remote tier, because no version can be rebuilt without it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """The step that the user asked for cannot be rebuilt from anything."""
+    """The decision to refuse, because the step that the user asked for cannot be rebuilt from anything."""
 
     reason: str
 
@@ -111,10 +111,10 @@ Decision = Recover | StartFresh | Wait | Refuse
 
 
 def decide_recovery(situation: RecoveryProblem) -> Decision:
-    """The version with the least expected loss among those that every rank can rebuild, or what to do without
-    one.
+    """Returns the version with the least expected loss of those that every rank can rebuild.
 
-    Raises ValueError if `ranks` is not a multiple of `ranks_per_worker`.
+    If there is none, returns what to do instead. Raises ValueError if `ranks` is not a multiple of
+    `ranks_per_worker`.
     """
     if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
         raise ValueError("ranks must be a positive multiple of ranks_per_worker")
@@ -127,7 +127,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
     if not rebuildable:
         return _without_version(situation, stock)
     newest_step = max(situation.last_step or 0, stock.versions[-1].step)
-    # Newest first, so that of two versions that cost the same the newer one is taken.
+    # Newest first, so that the newer of two versions with equal loss is taken.
     best = min(
         reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation)
     )
@@ -159,7 +159,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
 def _expected_loss(
     version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem
 ) -> float:
-    """Seconds until training is where it was. Without a step time a step counts more than any restore."""
+    """Returns seconds until training is where it was; without a step time, a step outweighs any restore."""
     tier = stock.of(version).farthest_tier(version)
     estimate = situation.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
@@ -177,8 +177,7 @@ def _leave_steps_to_prove(
     stock: ResizedStock,
     situation: RecoveryProblem,
 ) -> Version:
-    """Returns the version `prove_steps` before `best` if `best` leaves no step to train again, and no farther
-    tier is needed for the older one; else `best`."""
+    """Goes back `prove_steps` if `best` leaves no step to train again and no farther tier is needed."""
     farthest = stock.of(best).farthest_tier(best)
     if farthest is None or best.step != newest_step:
         return best
@@ -253,7 +252,7 @@ def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -
 
 
 def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:
-    """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
+    """Returns why the newest two incomplete `versions` cannot be rebuilt, a clause for each, newest first."""
     clauses = []
     for version in reversed(versions):
         lacking = stock.of(version).lacking(version)

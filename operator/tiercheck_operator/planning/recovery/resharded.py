@@ -1,9 +1,9 @@
-"""Finds what a job can come back to whose attempts had different numbers of ranks.
+"""Finds the versions that a job can restore if its attempts had different numbers of ranks.
 
-Each version counts by the ranks that made it. Of another number of ranks a version is restored by resharding:
-every rank reads its part of what the old ones saved. For that nobody is at home: what lies at a worker is a
-copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Only snapshots count: deltas
-can be replayed by nobody but the ranks that took them.
+A version counts by the ranks that made it. If that was another number of ranks, it is restored by resharding:
+every rank reads its part of the old ranks' artifacts. No artifact counts as local then: each is a copy at the
+worker that has it, whichever rank made it, and one that no worker has may be rebuilt from parity. Only
+snapshots count: deltas can be replayed only by the ranks that took them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tiercheck_operator.planning.recovery.availability import (
     Sources,
 )
 
-# They and the blocks lie wherever those are now who made them.
+# Old snapshots and blocks are where the workers that made them are now.
 #
-# At home a group is known by its workers (`stock.py`); here only the ranks count that a block was made of.
+# A current group is identified by its workers (`availability.py`), an old one by the ranks of its blocks.
 _Places = Mapping[int, int]
-"""Of snapshots, by rank, or of blocks, by their number: the first worker that has it."""
+"""The first worker that has each snapshot, by rank, or each block, by its number."""
 
 
 @dataclass(frozen=True)
 class OldParity:
-    """Of one number of ranks."""
+    """The parity groups and snapshots of one earlier number of ranks."""
 
     groups: Mapping[tuple[int, ...], Mapping[Version, _Places]]
-    """By the ranks that a block was made of: where the blocks lie."""
+    """The places of blocks, by the ranks that they were made of and by version."""
     snapshots: Mapping[Version, _Places]
-    """Of the ranks that blocks were made of."""
+    """The places of the snapshots of those ranks, by version."""
 
     @classmethod
     def of(cls, ranks: int, inventories: Sequence[JobInventory]) -> OldParity:
-        """`inventories`: everything at its worker as `hosted`, and the blocks."""
+        """Collects the places from `inventories`, which have all artifacts as `hosted`, and the blocks."""
         groups: dict[tuple[int, ...], dict[Version, dict[int, int]]] = {}
         snapshots: dict[Version, dict[int, int]] = {}
         inventories = sorted(inventories, key=lambda entry: entry.worker)
@@ -56,7 +56,7 @@ class OldParity:
                         groups.setdefault(share.ranks, {}).setdefault(version, {}).setdefault(
                             share.index, entry.worker
                         )
-        coded = frozenset(itertools.chain.from_iterable(groups))  # nobody, in a job that keeps copies
+        coded = frozenset(itertools.chain.from_iterable(groups))  # empty in a job that keeps copies
         for entry in inventories:
             for rank in coded.intersection(entry.hosted):
                 for version in entry.hosted[rank].snapshots:
@@ -64,7 +64,7 @@ class OldParity:
         return cls(groups, snapshots)
 
     def rebuildable(self) -> dict[int, Artifacts]:
-        """By rank: what nobody has, and as many blocks are left of as such ranks are in the group."""
+        """Returns, by rank, snapshots that no worker has and that the remaining blocks can rebuild."""
         found: dict[int, set[Version]] = {}
         for ranks, blocks in self.groups.items():
             for version in blocks:
@@ -73,7 +73,7 @@ class OldParity:
         return {rank: Artifacts(frozenset(versions)) for rank, versions in found.items()}
 
     def sources(self, rank: int, version: Version) -> Iterator[OldGroup]:
-        """From where the snapshot of `rank` can be rebuilt, if it can."""
+        """Yields the groups from which the snapshot of `rank` can be rebuilt."""
         for ranks, blocks in sorted(self.groups.items()):
             if rank in self._lost(ranks, version):
                 here, kept = self.snapshots.get(version, {}), blocks[version]
@@ -81,19 +81,19 @@ class OldParity:
                 yield OldGroup(ranks, tuple(map(here.get, ranks)), holders)
 
     def _lost(self, ranks: tuple[int, ...], version: Version) -> list[int]:
-        """The ranks of the group whose snapshot nobody has, if the blocks suffice for them; else none."""
+        """Returns the group's ranks that no worker has, if the blocks suffice to rebuild them."""
         lost = [rank for rank in ranks if rank not in self.snapshots.get(version, {})]
         return lost if len(lost) <= len(self.groups[ranks].get(version, {})) else []
 
 
 _BY_PARITY = 2**31
-"""The number of no worker, after all others: has what can be rebuilt."""
+"""An index after those of all workers, under which the snapshots are listed that parity can rebuild."""
 
 
 class ResizedStock:
-    """An `Availability` for each number of ranks that the history knows.
+    """Holds an `Availability` for each number of ranks in the history.
 
-    `ranks` is what the job has now, and what branches count as of which it is not known.
+    `ranks` is the current number of the job, and is assumed for branches without a known number.
     """
 
     def __init__(
@@ -121,30 +121,31 @@ class ResizedStock:
         self.versions = tuple(
             sorted(version for stock in self._stocks.values() for version in stock.versions)
         )
-        """Accepted versions of which anything is held, oldest first."""
+        """The accepted versions of which any artifact is held, oldest first."""
 
     def ranks_of(self, version: Version) -> int:
-        """How many ranks made it."""
+        """Returns how many ranks made the version."""
         return self._history.ranks_of(version) or self._ranks
 
     def is_resized(self, version: Version) -> bool:
-        """Whether it was made by another number of ranks than there are now."""
+        """Returns whether another number of ranks than the current one made the version."""
         return self.ranks_of(version) != self._ranks
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        """As of `Availability`, for each rank that made the version. Where resized, no order is nearest for
-        all who read."""
+        """Returns the sources of each rank that made the version, as `Availability` does.
+
+        `distance` is ignored if it is resized: no order is the nearest for all the ranks that read."""
         return self.of(version).sources(version, None if self.is_resized(version) else distance)
 
     def of(self, version: Version) -> Availability:
-        """What there is of each rank that made the version."""
+        """Returns the availability for the ranks that made the version."""
         return self._stocks[self.ranks_of(version)]
 
     def _made_by(
         self, ranks: int, inventories: Sequence[JobInventory], remote: RemoteInventory
     ) -> tuple[list[JobInventory], RemoteInventory]:
         known: dict[Version, bool] = {}
-        alike: dict[int, Artifacts] = {}  # many ranks share one object, and are to share what is left of it
+        alike: dict[int, Artifacts] = {}  # many ranks share one object, and shall share the filtered one
 
         def ours(version: Version) -> bool:
             if version not in known:
@@ -176,7 +177,7 @@ class ResizedStock:
 
 
 class _OldStock(Availability):
-    """Of ranks that are no more: copies of their snapshots at any worker, and what their parity gives."""
+    """The availability for an old number of ranks: snapshot copies at any worker, and their parity."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class _OldStock(Availability):
 
 
 def _snapshots_as_copies(inventory: JobInventory) -> JobInventory:
-    """Of another number of ranks: nothing is at home, and no delta can be replayed."""
+    """Returns the inventory with all snapshots as hosted copies and no deltas: they cannot be replayed."""
     hosted: dict[int, Artifacts] = {}
     for table in (inventory.own, inventory.hosted):
         for rank, held in table.items():

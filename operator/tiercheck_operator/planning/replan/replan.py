@@ -1,9 +1,9 @@
 """Decides which copies move while a job trains, with never fewer complete copies than before.
 
-A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a
-complete version. Both need memory meanwhile, so a move waits where there is no room. A copy that was promised
-is given up only for a worker that has none. Each round makes the placement strictly better by `Standing` and
-nothing else moves, so rounds come to an end.
+The new holder is added first, and the old one is removed when the new one has a complete version. Both need
+memory meanwhile, so a move waits where there is no room. A copy that was asked for is dropped only for a
+worker that has none. Each round makes the placement strictly better by `PlacementStanding` and nothing else
+moves, so rounds come to an end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Holders = Mapping[int, tuple[int, ...]]
 
 _LEAST_AT_ONCE = 4
 _PART_AT_ONCE = 8
-"""One worker in so many moves at once, so that moving never takes more than a part of the network."""
+"""One of this many workers moves at once, so that moves never take more than a part of the network."""
 
 
 Policy = TypeVar("Policy", PlacementPolicy, ParityPolicy)
@@ -38,7 +38,7 @@ Policy = TypeVar("Policy", PlacementPolicy, ParityPolicy)
 
 @dataclass(frozen=True)
 class ReplanInputs(Generic[Policy]):
-    """Where workers are, and where copies should not be. `avoided` nodes serve if there is no other way."""
+    """The workers' nodes, and the nodes to keep copies off; `avoided` ones serve if there is no other way."""
 
     sites: Sequence[WorkerSite]
     topology: Topology
@@ -49,18 +49,18 @@ class ReplanInputs(Generic[Policy]):
 
 @dataclass(frozen=True)
 class Round:
-    """The moves that may begin now. By worker, of those only whose holders change."""
+    """The moves that may begin now; the mappings hold only workers with other holders than before."""
 
     holders: Holders = field(default_factory=dict)
-    """Everybody who keeps copies of it meanwhile."""
+    """All holders of each worker's copies during the move."""
     leaving: Holders = field(default_factory=dict)
-    """Those of them that stop when the others are complete."""
+    """The holders among them that are removed when the others are complete."""
     urgent: bool = False
-    """Whether state may be lost if it is put off."""
+    """True if state may be lost if the moves are put off."""
     postponed: tuple[int, ...] = ()
-    """Workers whose move has no room."""
+    """The workers that cannot move because there is no room."""
     reason: str = ""
-    """Why they are postponed; empty: none is."""
+    """The reason why they are postponed; empty: none is."""
 
     def __bool__(self) -> bool:
         return bool(self.holders)
@@ -69,10 +69,10 @@ class Round:
 def plan_round(
     around: ReplanInputs[PlacementPolicy], current: Holders, room: Mapping[int, int] | None = None
 ) -> Round:
-    """The best moves from `current` (every worker's holders, none of them leaving). `room`: how many workers'
-    copies each worker's memory can hold in all; a worker that is not in it has enough. Raises ValueError as
-    `place` does.
-    """
+    """Returns the best moves from `current` (every worker's holders, none of them leaving).
+
+    `room`: how many workers' copies each worker's memory can hold in all; a worker that is not in it has
+    enough. Raises ValueError as `place` does."""
     wanted, ground, start = _wanted(around, current)
     before = [tuple(current.get(worker, ())) for worker in range(ground.workers)]
     if wanted is None:
@@ -112,10 +112,9 @@ def plan_round(
 
 
 def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
-    """The workers whose old holders may leave now, and who keeps their copies then. `complete(worker,
-    holder)` tells whether the holder can give back a version of the worker that is as new as what the others
-    together could.
-    """
+    """Returns the workers with old holders that may leave now, and the holders that remain.
+
+    `complete(worker, holder)`: whether the holder can restore as new a version as the others together can."""
     done: dict[int, tuple[int, ...]] = {}
     for worker, gone in leaving.items():
         stays = tuple(holder for holder in holders[worker] if holder not in gone)
@@ -125,7 +124,7 @@ def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bo
 
 
 def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
-    """What moves that come to no end go back to: old holders stay, new ones only if they are complete."""
+    """Returns the holders after moves that do not finish: old ones stay, new ones only if complete."""
     back: dict[int, tuple[int, ...]] = {}
     for worker, gone in leaving.items():
         fresh = [holder for holder in holders[worker] if holder not in gone and complete(worker, holder)]
@@ -136,7 +135,7 @@ def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], b
 def _wanted(
     around: ReplanInputs[PlacementPolicy], current: Holders
 ) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
-    """The holders to move to; None: there is nothing better."""
+    """Returns (the holders to move to or None if none are better, the problem, the wanted level's index)."""
     policy, topology = around.policy, around.topology
     level = spread_level(topology.levels, policy.level)
     start = topology.level_index(level)
@@ -179,14 +178,13 @@ def _worthwhile(
     *,
     at_once: int,
 ) -> list[tuple[list[int], bool]]:
-    """The parts of a change that each make the placement better by themselves, those that matter most first,
-    and whether each is urgent. A part is a set of workers whose changes touch the same holders: no load
-    outside of it changes.
-    """
+    """Returns (part, urgent) for each part of a change that improves the placement, largest gain first.
+
+    A part is a set of workers with changes of the same holders: no load outside of it changes."""
     found = []
     for whole in _parts(before, wanted):
-        # Of a large part as many as may move at once, if that is a step forward; else it can be made as a
-        # whole only.
+        # Of a large part only as many workers as may move at once, if that is an improvement by itself; else
+        # the whole part.
         for parts in (whole[:at_once], whole):
             after = list(before)
             for worker in parts:
@@ -201,7 +199,7 @@ def _worthwhile(
 
 
 def _gain(old: PlacementStanding, new: PlacementStanding) -> tuple[int, ...]:
-    """Smaller is better."""
+    """Returns the change of each field, most important first; smaller is better."""
     near = tuple(b - a for a, b in zip(old.near, new.near, strict=True))
     return (
         new.bare - old.bare,
@@ -214,7 +212,7 @@ def _gain(old: PlacementStanding, new: PlacementStanding) -> tuple[int, ...]:
 
 
 def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """The workers that move, together if they come to or leave the same holder."""
+    """Groups the workers that move: those that come to or leave the same holder move together."""
     moving = [w for w, kept in enumerate(wanted) if set(kept) != set(before[w])]
     parent: dict[int, int] = {}
 
@@ -262,26 +260,26 @@ def _no_room(postponed: Sequence[int], full: Sequence[int]) -> str:
     )
 
 
-# A group's old block stays where it is until the new one is complete, which the holders see to themselves:
-# what they keep for a worker that has other holders now is freed only when those hold as much.
+# A group's old block stays where it is until the new one is complete. The holders ensure that themselves:
+# they free artifacts of a worker that has other holders only when those hold as much.
 @dataclass(frozen=True)
 class ParityRound:
-    """The groups from now on; None: as they are."""
+    """The parity groups to use from now on; None: unchanged."""
 
     groups: tuple[CodeGroup, ...] | None = None
     urgent: bool = False
     workers: tuple[int, ...] = ()
-    """Members of the groups that change."""
+    """The members of the groups that change."""
     reason: str = ""
-    """Why nothing moves although it should; empty: it should not."""
+    """The reason why nothing moves although it should; empty: nothing should move."""
 
 
 def plan_parity_round(
     around: ReplanInputs[ParityPolicy], current: Sequence[CodeGroup], room: Mapping[int, int] | None = None
 ) -> ParityRound:
-    """One holder of each group at most, so that the others still stand for it. `room`: how many blocks each
-    worker can keep. Raises ValueError as `place_parity` does.
-    """
+    """Plans to change one holder of each group at most, so that the others still protect it.
+
+    `room`: how many blocks each worker can hold. Raises ValueError as `place_parity` does."""
     policy, topology = around.policy, around.topology
     start = topology.level_index(spread_level(topology.levels, policy.level))
     everywhere = frozenset(around.suspects) | frozenset(around.avoided)
@@ -320,7 +318,7 @@ def plan_parity_round(
 
 
 def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup]) -> PlacementStanding:
-    """As for copies: a worker counts as near if its group cannot lose a domain that it rests on."""
+    """Rates parity groups as copies are; a worker is near if its group cannot lose one of its domains."""
     levels = range(start, len(ground.levels))
     covered = {member for group in groups for member in group.members}
     missing = ground.workers - len(covered)
@@ -342,7 +340,7 @@ def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeG
 
 
 def _one_each(current: Sequence[CodeGroup], wanted: Sequence[CodeGroup]) -> tuple[CodeGroup, ...] | None:
-    """`wanted` with one holder of each group changed only; None if the members differ, too."""
+    """Returns `current` with one holder per group changed as in `wanted`; None if the members differ too."""
     known = {group.members: group.holders for group in current}
     found = []
     for group in wanted:

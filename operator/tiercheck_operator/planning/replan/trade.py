@@ -1,6 +1,6 @@
-"""Passes holders along a chain of workers, so that one worker more is parted from its copy.
+"""Swaps holders along a chain of workers, so that one more worker is apart from its copy.
 
-Nobody comes nearer to a copy of his by it.
+No worker comes nearer to any of its copies.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from tiercheck_operator.planning.placement.groups import cover_bare
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
 _MOST_CHAINS = 64
-"""Copies for which such a chain is looked for: each look may pass every worker."""
+"""The most copies for which a chain is searched: each search may visit every worker."""
 _Way = dict[int, tuple[int, int] | None]
-"""By holder reached: whose copy would come to it, and from which holder. None: the worker's own would."""
+"""Maps a reached holder to the (owner, old holder) of the copy to come; None: the worker's own copy."""
 
 
 def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Holders per worker; `level` is the one at which workers shall be apart from their copies."""
+    """Returns holders per worker; `level` is the one at which workers must be apart from their copies."""
     trading = _Trading(ground, level, holders)
     near = [
         (worker, x) for worker, kept in enumerate(holders) for x in kept if not ground.apart(level, worker, x)
@@ -36,7 +36,7 @@ def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...
 
 
 class _Trading:
-    """Holders per worker and guests per holder: scratch, thrown away once the trade is made."""
+    """Searches chains; holds the holders of each worker and the owners of each holder's copies."""
 
     def __init__(self, ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> None:
         self._ground, self._domain = ground, ground.domain[level]
@@ -51,8 +51,9 @@ class _Trading:
                 self._able[self._domain[holder]].append(holder)
 
     def part(self, worker: int, instead_of: int) -> bool:
-        """Breadth first over the holders, from those that the worker could have to one with room. False:
-        there is no such way."""
+        """Moves the worker's copy from `instead_of` to a holder apart from it; False: no chain allows it.
+
+        Searches breadth first, from the holders that the worker could have to one with room."""
         self._guests[instead_of].remove(worker)
         unused, came, moved = dict(self._able), _Way(), {worker}
         queue = deque(self._reach(worker, None, unused, came))
@@ -71,7 +72,7 @@ class _Trading:
     def _reach(
         self, owner: int, step: tuple[int, int] | None, unused: dict[int, list[int]], came: _Way
     ) -> list[int]:
-        """All that are apart from the owner and were not reached before."""
+        """Returns all holders apart from the owner that were not reached before."""
         home, kept, reached = self._domain[owner], self.found[owner], []
         for domain in [each for each, there in unused.items() if there and each != home >= 0]:
             reached += [holder for holder in unused[domain] if holder not in kept]
@@ -93,15 +94,15 @@ class _Trading:
         self._guests[by].append(owner)
 
 
-# Where the result is as good as a new placement, less moves.
+# Repairs the current placement: if the result is as good as a new placement, fewer copies move.
 _MOST = 256
-"""Workers that get new holders this way; with more, looking at every worker for each would take long."""
+"""The most workers that get new holders this way; each is compared with all, which takes time."""
 
 
 def mend(
     ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]] | None:
-    """Holders per worker. `start` is the index of the wanted level. None: too much is wrong."""
+    """Returns repaired holders per worker; None: too many are wrong. `start`: the wanted level's index."""
     holders = [_worth_keeping(ground, start, worker, kept) for worker, kept in enumerate(current)]
     load = Counter(holder for kept in holders for holder in kept)
     for holder, count in sorted(load.items()):
@@ -152,7 +153,7 @@ def _allowed(ground: PlacementProblem, worker: int, holder: int) -> bool:
 def _relieve(
     ground: PlacementProblem, start: int, holders: list[tuple[int, ...]], holder: int, surplus: int
 ) -> None:
-    """Takes `surplus` copies from a holder that has too many: those kept nearest to their owners first."""
+    """Removes `surplus` copies from an overloaded holder, those nearest to their owners first."""
     owners = [worker for worker, kept in enumerate(holders) if holder in kept]
     owners.sort(key=lambda worker: (-ground.parting_level(start, worker, holder), -worker))
     for worker in owners[:surplus]:
@@ -172,7 +173,7 @@ def _best(
     load: Counter[int],
     able: Sequence[int],
 ) -> int | None:
-    """The farthest apart, then in a domain of no other copy, then the least loaded, then the shortest way."""
+    """Returns the holder farthest apart, then in an unused domain, then least loaded, then nearest."""
     domain = ground.domain[start]
     used = {domain[holder] for holder in kept}
     free = [

@@ -1,1 +1,1 @@
-"""A bucket as remote tier: obstore moves the bytes, boto3 does the rest."""
+"""Keeps the remote tier in a bucket: obstore uploads artifacts, boto3 does the rest."""

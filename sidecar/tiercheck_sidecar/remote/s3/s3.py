@@ -1,12 +1,12 @@
-"""A bucket as remote tier: obstore sends the bytes of artifacts, boto3's connections do the rest.
+"""Keeps the remote tier in a bucket: obstore uploads artifacts, boto3's connections do the rest.
 
 boto3 finds credentials, lists, deletes, and creates the manifest with `If-None-Match: *`. Payloads are not
-signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME guards
-them on the way, and our own digests guard them for good.
+signed (SHA-256 of every byte would cost more than sending it); where the server supports it, CRC64NVME
+protects them on the way, and TierCheck's own digests protect them for good.
 
-A multipart upload that a killed sidecar left goes on, so that its parts are not sent again. The state is the
-store's: which parts it has, it says itself. A part counts only if it is what we would send: by the CRC64NVME
-that the server keeps of it, else by its ETag where that is the MD5. obstore cannot go on with an upload, so
+A multipart upload that a killed sidecar left is continued, so that its parts are not sent again. Its state is
+in the store, which lists the parts it has. A part counts only if it is what would be sent: by the CRC64NVME
+that the server keeps of it, else by its ETag where that is the MD5. obstore cannot continue an upload, so
 boto3 sends the parts that are missing, at several times the CPU.
 """
 
@@ -40,12 +40,12 @@ MAX_PARTS = 9000  # S3 allows 10,000
 
 
 def part_size(size: int, chunk: int) -> int:
-    """Bytes per part: a whole number of chunks. The same for every upload of an artifact of this size."""
+    """Returns the bytes per part, a multiple of `chunk`; equal for all artifacts of this size."""
     return -(-max(PART, -(-size // MAX_PARTS)) // chunk) * chunk
 
 
 class Leftover:
-    """What an earlier upload of `source` to the full `key`, in parts of `part` bytes, left in the store."""
+    """The parts of `part` bytes that an earlier upload of `source` to the full `key` left in the store."""
 
     def __init__(self, clients: Clients, key: str, source: memoryview, part: int, closed: Event) -> None:
         self._boto, self._place = clients.boto, {"Bucket": clients.bucket, "Key": key}
@@ -55,7 +55,9 @@ class Leftover:
         self._count = -(-len(source) // part)
 
     def complete(self, gate: Gate) -> bool:
-        """Send what is missing; False if nothing was left. Raises RemoteError and botocore's errors."""
+        """Sends what is missing; returns False if no usable part was left.
+
+        Raises RemoteError and botocore's errors."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         name, parts = self._find()
@@ -89,7 +91,7 @@ class Leftover:
         return str(answer["ETag"])
 
     def _find(self) -> tuple[dict[str, str], dict[int, str]]:
-        """The unfinished upload with the most good parts, and their ETags by number."""
+        """Returns the unfinished upload with the most good parts, and their ETags by number."""
         from botocore.exceptions import ClientError
 
         found: list[tuple[dict[str, str], dict[int, str]]] = [({}, {})]
@@ -105,7 +107,7 @@ class Leftover:
                     good = {one["PartNumber"]: one["ETag"] for one in stored if self._is_ours(one)}
                     found.append((name, good))
         except ClientError as error:
-            # Not every server or policy lets us; then all of it is sent.
+            # Not every server or policy allows it; then all of it is sent.
             told = s3_errors.from_boto(error, self._location)
             if told.reason not in (Reason.FORBIDDEN, Reason.OTHER):
                 raise
@@ -129,7 +131,7 @@ class Leftover:
 
 
 def _crc64nvme(piece: memoryview) -> str:
-    """Empty: it cannot be computed here."""
+    """Returns the checksum; empty: it cannot be computed here."""
     return coding.library().crc64nvme(piece) if coding.is_here() else ""
 
 
@@ -139,9 +141,7 @@ PARALLEL_DELETES = 8
 
 
 class S3Objects(Objects):
-    """The job's folder in a bucket. Connects at the first call; credentials that appear later are found
-    then.
-    """
+    """The job's folder in a bucket. Connects at the first call, to find credentials that appear later."""
 
     def __init__(self, settings: S3Settings, folder: str) -> None:
         self._bucket = settings.bucket
@@ -198,7 +198,7 @@ class S3Objects(Objects):
                     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
                     if status == 412:
                         return False
-                    # 409: another conditional request on this key was under way; nobody has won yet.
+                    # 409: another conditional request on this key was under way; none has succeeded yet.
                     if status != 409 or attempt == CONFLICT_TRIES:
                         raise
                 if self._closed.wait(random.uniform(0, 0.05 * 2**attempt)):
@@ -206,10 +206,9 @@ class S3Objects(Objects):
         raise AssertionError("unreachable")
 
     def _create_and_look(self, key: str, body: bytes) -> bool:
-        """Where the server does not mind the condition: of two that write in the same moment, the one that is
-        read afterwards has won.
+        """Creates an object where the server ignores the condition: the write that is read afterwards wins.
 
-        Whoever looked before our write has written by then, unless it was held up for longer.
+        A writer that checked before this write has written by then too, unless it was delayed for longer.
         """
         if self.read(key) is not None:
             return False
@@ -294,7 +293,7 @@ class S3Objects(Objects):
                             Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"]
                         )
         except RemoteError as error:
-            # Not every server or policy lets us; a lifecycle rule of the bucket does the same work.
+            # Not every server or policy allows it; a lifecycle rule of the bucket does the same work.
             if error.reason not in (Reason.FORBIDDEN, Reason.OTHER):
                 raise
 

@@ -1,7 +1,7 @@
-"""One set of credentials, trust and addressing for both ways to a bucket: boto3's and obstore's.
+"""Builds both clients of a bucket, boto3's and obstore's, with the same credentials and addressing.
 
 boto3 decides all of it: the chain of credentials (environment, profiles, web identity, instance), endpoint,
-path or virtual-host addressing, region, authorities and proxies. obstore is told.
+path or virtual-host addressing, region, authorities and proxies. obstore gets the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUSY_TRIES, BUSY_PAUSE = 6, 0.1
 
 @dataclass
 class Clients:
-    """Both ways to one bucket."""
+    """The boto3 and obstore clients of one bucket."""
 
     boto: Any
     transfers: Transfers
@@ -44,16 +44,17 @@ class Clients:
     bucket: str
     location: str
     conditional: bool = True
-    """Whether the server honours `If-None-Match: *`, as far as is known: the probe tells."""
+    """True while the server is assumed to honour `If-None-Match: *`; `probe` tests it."""
     _trust: int | None = None
-    """Descriptor of the authorities' file, which boto3 reads by name at every new connection."""
+    """Descriptor of the authorities' file, which boto3 opens by name for every new connection."""
     _probing: threading.Lock = field(default_factory=threading.Lock)
     _probed: bool = False
 
     @staticmethod
     def connect(settings: S3Settings, location: str, closed: threading.Event) -> Clients:
-        """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's
-        errors."""
+        """Creates the clients. Contacts no bucket, but may ask the cloud for credentials.
+
+        Raises RemoteError and botocore's errors."""
         import boto3
         from botocore.config import Config
 
@@ -99,8 +100,9 @@ class Clients:
         return Clients(boto, transfers, ranges, settings.bucket, location, _trust=trust)
 
     def probe(self, key: str) -> None:
-        """Once: learn by one tiny object whether writing is allowed, whether the server takes CRC64NVME, and
-        whether it refuses to overwrite if asked to. Raises RemoteError and botocore's errors."""
+        """Tests once, with one tiny object, whether writing, CRC64NVME and `If-None-Match` work.
+
+        Raises RemoteError and botocore's errors."""
         from botocore.exceptions import ClientError
 
         with self._probing:
@@ -113,14 +115,14 @@ class Clients:
                 self.conditional = False
             except ClientError as error:
                 answer = s3_errors.answer_of(error.response)
-                # 409: another probe is under way. Old servers ignore the condition, or say that they cannot.
+                # 409: another probe is under way. Old servers ignore or refuse the condition.
                 self.conditional = not answer.refuses("if-none-match")
                 if self.conditional and answer.status not in (409, 412):
                     raise
             self._probed = True
 
     def _choose_checksum(self, key: str, body: bytes) -> None:
-        """The cheapest that the server takes: none before SHA-256, which some buckets with a lock demand."""
+        """Selects the cheapest one that works: none before SHA-256, which some locked buckets demand."""
         refusals = []
         for algorithm in ("CRC64NVME", "", "SHA256"):
             self.transfers.use_checksum(algorithm)
@@ -131,10 +133,10 @@ class Clients:
                 if refusal.reason is not Reason.OTHER:
                     raise
                 refusals.append(refusal)
-        raise refusals[1]  # without a checksum: the others may have been refused for that
+        raise refusals[1]  # without a checksum: the others may have been refused for theirs
 
     def close(self) -> None:
-        """Release connections."""
+        """Releases connections."""
         self.transfers.close()
         self.ranges.close()
         self.boto.close()
@@ -144,7 +146,7 @@ class Clients:
 
 
 def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
-    """Seconds until the next try of what a busy server refused in a spelling that botocore does not know."""
+    """Returns the pause before a retry if a busy server's answer is unknown to botocore, else None."""
     if response is None or attempts >= BUSY_TRIES or response[0].status_code >= 500:
         return None
     answer = s3_errors.answer_of(response[1])
@@ -155,7 +157,7 @@ _SSE, _SSE_KEY = "x-amz-server-side-encryption", "x-amz-server-side-encryption-a
 
 
 def _made_with(settings: S3Settings) -> dict[str, str]:
-    """Headers that the bucket's owner demands of what makes an object."""
+    """Returns the headers that the bucket's owner demands for new objects."""
     found = {"x-amz-storage-class": settings.storage_class}
     if settings.encryption is not None:
         found[_SSE] = "AES256" if settings.encryption.type == "SSE-S3" else "aws:kms"
@@ -164,7 +166,7 @@ def _made_with(settings: S3Settings) -> dict[str, str]:
 
 
 def _demanded(settings: S3Settings) -> S3Config:
-    """The same, as obstore is told."""
+    """Returns the same demands in obstore's form."""
     config: S3Config = {"request_payer": True} if settings.requester_pays else {}
     headers = _made_with(settings)
     if _SSE in headers:
@@ -175,7 +177,7 @@ def _demanded(settings: S3Settings) -> S3Config:
 
 
 def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: Any) -> None:
-    """The same, in what boto3 is about to sign; and a checksum, which buckets with a lock demand."""
+    """Adds the same headers before boto3 signs, and a checksum, which locked buckets demand."""
     headers, body = params["headers"], params["body"]
     if settings.requester_pays:
         headers[REQUEST_PAYER] = "requester"
@@ -187,12 +189,12 @@ def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: 
 
 
 def _address(boto: Any, bucket: str) -> S3Config:
-    """Where and how boto3 finds the bucket."""
+    """Returns in obstore's form where and how boto3 finds the bucket."""
     url: str = boto.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
     return {
         "bucket": bucket,
         "region": boto.meta.region_name,
-        # obstore takes it as it is: whether the bucket is in the host or in the path, boto3 has decided.
+        # obstore uses it as it is: boto3 has decided whether the bucket is in the host or in the path.
         "aws_endpoint_url_s3": url.partition("?")[0].removesuffix("/k"),
         "virtual_hosted_style_request": True,
         "skip_signature": False,
@@ -217,14 +219,13 @@ def _connections(boto: Any, authorities: bytes | None) -> ClientConfig:
 
 
 class _BoundedAnswers:
-    """botocore's HTTP, with a limit to what it reads into memory: listings and errors, which it would read to
-    whatever end."""
+    """An HTTP session of botocore with a limit to what it reads into memory: listings and errors."""
 
     def __init__(self, session: Any, location: str) -> None:
         self._session, self._location = session, location
 
     def send(self, request: Any) -> Any:
-        """Raises RemoteCorrupt, and what botocore's raises."""
+        """Sends a request. Raises RemoteCorrupt, and what botocore's session raises."""
         streamed, request.stream_output = request.stream_output, True
         response = self._session.send(request)
         if not streamed or response.status_code >= 300:
@@ -234,10 +235,10 @@ class _BoundedAnswers:
                 response.raw.close()
                 raise
             if request.method == "HEAD" and response.status_code in (301, 307):
-                # botocore asks so for a region, and would ask again for that answer, without an end.
+                # botocore sends this to find a region, and would repeat it for ever after such an answer.
                 response.status_code = 400
             if response.status_code >= 400 and b"<Error" not in response._content:
-                # Of a page that is not S3's botocore would keep the status alone.
+                # Without this, botocore would keep only the status of a page that is not S3's.
                 said = html.escape(s3_errors.read_page(response._content.decode(errors="replace"))[1])
                 response._content = f"<Error><Message>{said}</Message></Error>".encode()
         return response
@@ -279,7 +280,7 @@ def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | N
 
 
 def _as_file(content: bytes) -> int:
-    """A descriptor that can be opened by name although the container's file system is read-only."""
+    """Returns a descriptor that can be opened by name although the container's file system is read-only."""
     descriptor = os.memfd_create("tiercheck-authorities", 0)
     os.write(descriptor, content)
     return descriptor

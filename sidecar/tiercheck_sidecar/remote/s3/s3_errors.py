@@ -1,7 +1,7 @@
 """Turns errors of boto3 and obstore into one sentence and one reason.
 
-boto3 raises typed errors with a code. obstore's hold the HTTP status and the server's XML, or the causes of a
-broken connection, in their text alone.
+boto3 raises typed errors with a code. obstore's errors have the HTTP status and the server's XML, or the
+causes of a broken connection, in their text alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ADVICE = (
     (r"KMS\.", "see that the key of the encryption exists, is enabled and may be used"),
     (r"EntityTooLarge|HTTP 413", "let the server, or the proxy in between, take requests of 16 MiB and more"),
 )
-"""What to do, by the code of the answer."""
+"""Advice, by a pattern for the code of the answer."""
 _OF_S3 = re.compile(r"<(?:Code|Message)>")
 _CODE = re.compile(r"<Code>\s{0,9}([\w.:-]{1,99})\s{0,9}</Code>")
 _MESSAGE = re.compile(r"<(?:Message|Details)>([^<]*)</")
@@ -51,7 +51,7 @@ _TAG = re.compile(r"<[^<>]*>")
 _ACTION = re.compile(r"not authorized to perform: ([\w:]+)")
 _STATUS = re.compile(r"status code: (\d{3})(?: [^:]{0,40}: )?")
 _LONGEST_PAGE, _LONGEST_SENTENCE = 8192, 300
-"""Characters that are looked at, and kept, of what a server says."""
+"""The number of characters of an answer that are parsed, and of its sentence that are kept."""
 _BYTE = re.compile(r"\d+")
 _CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
 _OF_CREDENTIALS = "External AWS credential provider: "
@@ -59,28 +59,28 @@ _OF_CREDENTIALS = "External AWS credential provider: "
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said that did not do what was asked."""
+    """A server's answer to a request that failed."""
 
     status: int = 0
-    """Of HTTP; 0: unknown."""
+    """The HTTP status; 0: unknown."""
     code: str = ""
-    """As S3 has them; empty: none, so it may be no S3 that answered."""
+    """The S3 error code; empty: none, so the server may not be S3."""
     sentence: str = ""
     region: str = ""
-    """Where the bucket is, if that was said."""
+    """The region of the bucket, if the answer names it."""
     header: str = ""
-    """The one that the server does not know, if that was said."""
+    """The header that the server does not support, if the answer names it."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether the same may succeed in a moment."""
+        """Returns whether the same request may succeed in a moment."""
         if self.status in (408, 429):
             return True
         failing = self.status >= 500 and self.status not in (501, 505, 507)
         return (failing or bool(_BUSY.search(self.code))) and not _FULL.search(self.code)
 
     def refuses(self, header: str) -> bool:
-        """Whether it says that the server does not know this header."""
+        """Returns whether the answer reports that the server does not support this header."""
         if self.code.endswith("NotImplemented") or self.status == 501:
             return self.header.lower() in ("", header)
         return self.status == 400 and header in self.sentence.lower()
@@ -91,7 +91,7 @@ class Answer:
 
 
 def read_page(text: str) -> tuple[str, str]:
-    """Code and sentence of an answer's body, be it S3's XML or the page of a proxy."""
+    """Returns code and sentence of an answer's body: S3's XML or the page of a proxy."""
     text = text[:_LONGEST_PAGE]
     code, found = _CODE.search(text), _MESSAGE.findall(text) or _TITLE.findall(text)
     said = " ".join(found) or ("" if _OF_S3.search(text) else _TAG.sub(" ", text))
@@ -100,7 +100,7 @@ def read_page(text: str) -> tuple[str, str]:
 
 
 def answer_of(response: Mapping[str, Any]) -> Answer:
-    """For what botocore makes of an answer."""
+    """Converts the form in which botocore returns an answer."""
     told, more = response.get("Error", {}), response.get("ResponseMetadata", {})
     code = str(told.get("Code") or "")
     return Answer(
@@ -113,7 +113,7 @@ def answer_of(response: Mapping[str, Any]) -> Answer:
 
 
 def from_boto(error: Exception, location: str) -> RemoteError:
-    """For any botocore exception."""
+    """Converts any botocore exception."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.ClientError):
@@ -132,7 +132,7 @@ def from_boto(error: Exception, location: str) -> RemoteError:
 
 
 def from_obstore(error: Exception, location: str) -> RemoteError:
-    """For what obstore raises: BaseError, and FileNotFoundError for any 404."""
+    """Converts what obstore raises: BaseError, and FileNotFoundError for any 404."""
     said, _, causes = str(error).partition("\n\nDebug source")
     answer = _answer_in(said)
     if answer.code or answer.status:
@@ -154,7 +154,7 @@ def from_obstore(error: Exception, location: str) -> RemoteError:
 
 
 def is_silence(error: Exception) -> bool:
-    """Whether an error says that nothing came in time: obstore's, botocore's, or a socket's."""
+    """Returns whether an error of obstore, botocore or a socket is a timeout."""
     from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
 
     timeouts = TimeoutError | ReadTimeoutError | ConnectTimeoutError
@@ -162,12 +162,12 @@ def is_silence(error: Exception) -> bool:
 
 
 def silence(location: str, seconds: float) -> RemoteError:
-    """For a store that takes the connection and then says nothing."""
+    """Returns the error for a store that accepts the connection and then does not respond."""
     return _unreachable(location, f"it took nothing and said nothing for {seconds:g} s")
 
 
 def from_read(error: Exception, location: str) -> RemoteError:
-    """For what reading an answer's body raises: RemoteError, botocore's, OSError and HTTPException."""
+    """Converts errors from reading a body: RemoteError, botocore's, OSError and HTTPException."""
     from botocore.exceptions import BotoCoreError
 
     if isinstance(error, RemoteError):
@@ -180,12 +180,12 @@ def from_read(error: Exception, location: str) -> RemoteError:
 
 
 def is_absent(answer: Answer) -> bool:
-    """Whether the object that was to be read does not exist, or ends before the range."""
+    """Returns whether the object to be read does not exist, or ends before the range."""
     return answer.status == 416 or answer.code == "NoSuchKey"
 
 
 def answer_of_page(status: int, text: str) -> Answer:
-    """For a status and the body that came with it."""
+    """Parses a status and the body that came with it."""
     region = _REGION.search(text[:_LONGEST_PAGE])
     return Answer(status, *read_page(text), region[1] if region else "")
 
@@ -196,7 +196,7 @@ def _answer_in(text: str) -> Answer:
 
 
 def of_answer(answer: Answer, location: str) -> RemoteError:
-    """For a server that answered with an error. What to do is said where the code is known."""
+    """Returns the error for a server's error answer, with advice where the code is known."""
     status, code, passing = answer.status, answer.code, False
     if code == _ARCHIVED:
         return RemoteArchived(f"{location} has moved what was asked for into an archive ({answer})")
@@ -229,7 +229,7 @@ def of_answer(answer: Answer, location: str) -> RemoteError:
 
 
 def _advice(answer: Answer) -> str:
-    """Empty: nobody knows."""
+    """Returns the advice; empty: there is none."""
     said = answer.code or f"HTTP {answer.status}"
     for pattern, advice in _ADVICE:
         if re.search(pattern, said):
@@ -244,7 +244,7 @@ def _advice(answer: Answer) -> str:
 
 
 def credentials_missing(location: str, detail: str = "") -> RemoteError:
-    """Nothing to sign with."""
+    """Returns the error for a lack of credentials."""
     return RemoteError(
         Reason.CREDENTIALS_MISSING,
         f"No credentials for {location} were found{f' ({detail})' if detail else ''}; {give_credentials()}.",

@@ -1,7 +1,7 @@
-"""Reads a range of an object into memory that is there; the kernel's copy is the only one.
+"""Reads a range of an object into existing memory; the kernel's copy is the only one.
 
 The connections are those of boto3's client, so that proxies, authorities and TLS are as for every other call.
-A range whose connection breaks goes on at the byte where it broke.
+If its connection breaks, a range continues at the byte where it broke.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 REQUEST_PAYER = "x-amz-request-payer"
 STALLS = 2
-"""Tries that may end without a byte for STALL_SECONDS, where TRIES may end in any way, with fewer than this
-many bytes in between:"""
+"""The number of tries without a byte for STALL_SECONDS that end a read; TRIES counts all failures.
+
+PROGRESS bytes in between reset both counts."""
 PROGRESS = 8 * 1024 * 1024
 _PIECE = 512 * 1024
 """Bytes that are read at once: still in a core's cache when they are verified."""
 
 
 class RangeReader:
-    """Thread-safe."""
+    """Reads ranges of the bucket's objects. Thread-safe."""
 
     def __init__(
         self, session: Any, config: S3Config, credentials: Any, location: str, closed: threading.Event
     ) -> None:
-        """`session`: botocore's HTTP, `config`: where the bucket is, as for obstore, `credentials`:
-        botocore's, which are renewed by themselves."""
+        """Takes botocore's HTTP session, obstore's `config`, and botocore's self-renewing credentials."""
         self._url, self._region = config["aws_endpoint_url_s3"], config["region"]
         self._headers = {REQUEST_PAYER: "requester"} if config.get("request_payer") else {}
         self._session, self._credentials = session, credentials
@@ -52,7 +52,7 @@ class RangeReader:
         self._bodies: set[_Body] = set()
 
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived) -> int:
-        """As `Objects.read_into`."""
+        """Implements `Objects.read_into`."""
         body: _Body | None = None
         came = since = failed = silent = 0
         arrived(came)
@@ -78,13 +78,15 @@ class RangeReader:
         return came
 
     def close(self) -> None:
-        """Ends what is being read. `closed` is set already."""
+        """Ends reads in progress; `closed` is set already."""
         with self._lock:
             for body in self._bodies:
                 body.cut()
 
     def _open(self, key: str, begin: int, size: int) -> _Body | None:
-        """None: there is no such object, or it ends before. Raises RemoteError, and botocore's errors."""
+        """Opens a range; None if the object ends before it or is missing.
+
+        Raises RemoteError and botocore's errors."""
         if self._closed.is_set():
             raise RemoteClosed
         wanted = {**self._headers, "Range": f"bytes={begin}-{begin + size - 1}"}
@@ -106,7 +108,7 @@ class RangeReader:
         body = _Body(response.raw, last + 1 - begin)
         with self._lock:
             self._bodies.add(body)
-        if self._closed.is_set():  # since the look above; `close` may not have seen this one
+        if self._closed.is_set():  # since the check above; `close` may not have seen this one
             self._release(body)
             raise RemoteClosed
         return body
@@ -118,7 +120,7 @@ class RangeReader:
             body.close()
 
     def _wait_or_raise(self, error: Exception, failed: int, silent: int) -> None:
-        """Returns after a pause if another try may help. Raises RemoteError otherwise."""
+        """Pauses if another try may help. Raises RemoteError otherwise."""
         if self._closed.is_set():
             raise RemoteClosed from None
         found = s3_errors.from_read(error, self._location)
@@ -134,13 +136,13 @@ class _Body:
     """The body of an answer that holds a range."""
 
     def __init__(self, answer: Any, size: int) -> None:
-        """`answer`: urllib3's, of which nothing was read, `size`: bytes that it holds."""
+        """Takes urllib3's unread `answer`, which holds `size` bytes."""
         self._answer, self._left = answer, size
         # urllib3's own `readinto` copies what it has read into a buffer of its own.
         self._plain = getattr(answer, "_fp", answer)
 
     def read_into(self, view: memoryview) -> int:
-        """Returns how many bytes came; 0 at the range's end. Raises OSError, HTTPException."""
+        """Returns the number of bytes read; 0 at the range's end. Raises OSError, HTTPException."""
         if self._left == 0:
             return 0
         got: int = self._plain.readinto(view[: self._left])
@@ -150,20 +152,20 @@ class _Body:
         return got
 
     def close(self) -> None:
-        """Gives the connection back if all was read, else ends it."""
+        """Returns the connection to the pool if all was read, else closes it."""
         if self._left == 0:
             self._answer.release_conn()
         else:
             self._answer.close()
 
     def cut(self) -> None:
-        """Ends the connection, from another thread than that which reads."""
+        """Shuts the connection down from another thread than the one that reads."""
         with contextlib.suppress(OSError, AttributeError):  # it has ended
-            # Not TLS's own, which takes away what the reading thread uses.
+            # Not the shutdown of TLS, which removes what the reading thread uses.
             socket.socket.shutdown(self._answer.connection.sock, socket.SHUT_RDWR)
 
 
 def _read_content_range(text: str) -> tuple[int, int]:
-    """First and last byte (RFC 9110, section 14.4); (-1, -1) if it does not say them."""
+    """Returns the first and last byte (RFC 9110, section 14.4); (-1, -1) if the header has none."""
     found = re.match(r"bytes (\d+)-(\d+)/", text)
     return (int(found[1]), int(found[2])) if found is not None else (-1, -1)

@@ -1,8 +1,8 @@
-"""obstore carries the bytes of artifacts out of the mapped slot into a bucket.
+"""Uploads the bytes of artifacts with obstore, from the mapped slot into a bucket.
 
 Each upload is an asyncio task: cancelling it ends it at once, wherever it waits, and leaves the parts that
-are stored. obstore tells of no progress within a part, so a store that takes none for a while is asked
-something small: one that answers is slow, one that does not is silent, and is named.
+are stored. obstore reports no progress within a part, so a store that accepts none for a while gets a small
+request: with an answer it is only slow; without one, the upload fails with an error that names it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config, S3Credential
 
 SEND_SECONDS = 120
-"""For a server that answers to take and store a part."""
+"""Seconds for a responsive server to accept and store a part."""
 
 
 @dataclass
 class _Upload:
-    """What is known of one while it runs."""
+    """The state of an upload while it runs."""
 
     taken: int = 0
-    """Pieces that obstore asked for: after the first few, each means that a part is stored."""
+    """The number of pieces that obstore requested; after the first few, each means one more stored part."""
     stopped: Exception | None = None
-    """Why we ended it: obstore may report a failed abort instead."""
+    """The reason why the upload was ended; obstore may report a failed abort instead."""
 
 
 class Transfers:
-    """Thread-safe. All methods raise RemoteError."""
+    """Uploads objects to a bucket. Thread-safe. All methods raise RemoteError."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Transfers:
         *,
         storage_class: str | None = None,
     ) -> None:
-        """`credentials` are botocore's."""
+        """Takes botocore's `credentials`."""
         self._attributes: Attributes = {"Storage-Class": storage_class} if storage_class else {}
         self._config, self._client, self._credentials = config, client, _Renewed(credentials)
         self._location, self._closed = location, closed
@@ -64,14 +64,14 @@ class Transfers:
         self.use_checksum("CRC64NVME")
 
     def use_checksum(self, algorithm: str) -> None:
-        """What is sent carries this one, which the server compares on arrival; empty: none."""
+        """Sets the checksum that uploads carry and the server compares on arrival; empty: none."""
         self.checksum = algorithm
         config: S3Config = {**self._config, "checksum_algorithm": algorithm} if algorithm else self._config
         patience = timedelta(seconds=SEND_SECONDS)
         self._sending = self._store(config, {"timeout": patience}, retries=TRIES - 1)
 
     def send(self, key: str, body: memoryview | bytes) -> None:
-        """Store `body` by one request."""
+        """Stores `body` by one request."""
 
         async def upload() -> None:
             await obstore.put_async(
@@ -81,7 +81,7 @@ class Transfers:
         self._finish(key, upload(), _Upload())
 
     def send_parts(self, key: str, source: memoryview, part: int, gate: Gate) -> None:
-        """Store `source` in parts. What `gate` finds corrupt, and what the server refuses, is aborted."""
+        """Stores `source` in parts; aborts it if `gate` finds it corrupt or the server refuses it."""
         known = _Upload()
 
         async def upload() -> None:
@@ -92,7 +92,7 @@ class Transfers:
                 for begin in range(0, len(source), part):
                     piece = source[begin : begin + part]
                     try:
-                        gate(begin, piece)  # of this loop nobody else wants anything
+                        gate(begin, piece)  # this loop runs only the upload and its watch
                     except Exception as error:
                         known.stopped = error
                         if isinstance(error, RemoteCorrupt):
@@ -110,7 +110,7 @@ class Transfers:
         self._finish(key, upload(), known)
 
     def close(self) -> None:
-        """End what is under way; parts that are stored stay. `closed` is set already."""
+        """Ends uploads in progress; stored parts stay. `closed` is set already."""
         with self._lock:
             for loop, task in self._running:
                 loop.call_soon_threadsafe(task.cancel)
@@ -126,7 +126,7 @@ class Transfers:
             raise s3_errors.from_obstore(error, self._location) from error
 
     async def _watched(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
-        """To its end. Ended, its parts left, if the store takes nothing and answers nothing."""
+        """Runs an upload to its end; ends it, keeping its parts, if the store neither takes nor answers."""
         task, before = asyncio.ensure_future(upload), 0
         try:
             while not (await asyncio.wait((task,), timeout=STALL_SECONDS))[0]:
@@ -139,7 +139,7 @@ class Transfers:
             await asyncio.wait((task,))
 
     async def _answers(self, key: str) -> bool:
-        """Whatever it says."""
+        """Returns whether the store answers at all."""
         try:
             await obstore.head_async(self._asking, key)
         except (BaseError, OSError) as error:
@@ -147,7 +147,7 @@ class Transfers:
         return True
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What it returns. Raises RemoteClosed, and what it raises."""
+        """Returns the result of `work`. Raises RemoteClosed, and what `work` raises."""
         try:
             return asyncio.run(self._until_closed(work))
         except asyncio.CancelledError:
@@ -181,7 +181,7 @@ class Transfers:
 
 
 class _Renewed:
-    """boto3's credentials, asked for at every request, since boto3 knows when they need renewal."""
+    """Supplies boto3's credentials at every request, since boto3 decides when they need renewal."""
 
     refresh_threshold = timedelta()
 
