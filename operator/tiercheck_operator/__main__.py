@@ -1,4 +1,4 @@
-"""`python3 -m tiercheck_operator`: the operator's process."""
+"""Runs the operator's process: `python3 -m tiercheck_operator`."""
 
 import os
 import signal

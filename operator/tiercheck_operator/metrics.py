@@ -1,11 +1,11 @@
-"""Counts what Prometheus can ask the operator, and serves it with health and readiness over HTTP.
+"""Collects the operator's Prometheus metrics, and serves them with health and readiness over HTTP.
 
-A job's series go when the job goes. There may be hundreds of jobs, each with dozens of series, so these are
-kept as plain numbers. The library's own metrics take half a KiB for each series, with locks and times of
-creation: more for a job than everything else that is known of it.
+A job's series are removed with the job. There may be hundreds of jobs, each with dozens of series, so these
+are kept as plain numbers. The library's own metrics take half a KiB for each series, with locks and creation
+times: more for a job than all other data about it.
 
-The pages ask no client for its name, so each connection lasts for seconds only, and of too many the oldest of
-the address with most gives way.
+Clients are not authenticated, so each connection lasts for seconds only. If there are too many, the oldest
+one of the address with most connections is closed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ JOB_LABELS = ("namespace", "tiercheck_job")
 
 
 class JobSeries(Collector):
-    """One metric: a number for each job, and each value of its other labels.
+    """One metric: a number for each job and each value of its other labels.
 
-    `shown`: what a scrape makes of a number.
+    `shown`: converts a number at each scrape.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JobSeries(Collector):
         self._numbers.setdefault(job, {})[labels] = number
 
     def add(self, job: Job, amount: float, *labels: str) -> None:
-        """Also of nothing: then a counter is there, and its first event is an increase."""
+        """Adds to a number. An amount of 0 creates the series, so that its first event is an increase."""
         of_job = self._numbers.setdefault(job, {})
         of_job[labels] = of_job.get(labels, 0) + amount
 
@@ -85,11 +85,11 @@ class JobDurations(Collector):
         self.labels = (*JOB_LABELS, label)
         self._name, self._text, self._bounds = name, text, tuple(bounds)
         self._counts: dict[Job, dict[str, list[int]]] = {}
-        """How many there were up to each bound, and beyond the last, not counted in the ones before."""
+        """The number of values in each bucket alone, by its upper bound, and beyond the last bound."""
         self._sums: dict[Job, dict[str, float]] = {}
 
     def begin(self, job: Job, label: str) -> None:
-        """It is there, with nothing in it."""
+        """Creates the histogram without values."""
         self._counts.setdefault(job, {}).setdefault(label, [0] * (len(self._bounds) + 1))
         self._sums.setdefault(job, {}).setdefault(label, 0.0)
 
@@ -121,7 +121,7 @@ _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """One registry per operator, so that tests can run several in a process."""
+    """The operator's metrics, in a registry of their own, so that tests can run several in a process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -198,18 +198,18 @@ class Metrics:
             self.registry.register(series)
 
     def text(self) -> bytes:
-        """In the exposition format."""
+        """Returns all metrics in the exposition format."""
         return generate_latest(self.registry)
 
     def watched(self, kind: str) -> None:
-        """A watch event of this kind arrived: the operator is not deaf."""
+        """Records that a watch event of this kind arrived."""
         self._watch.labels(kind).set(time.time())
 
     def leads(self, leads: bool) -> None:
         self._leader.set(leads)
 
     def called(self, verb: str, status: int, seconds: float) -> None:
-        """One call to the API server."""
+        """Records one call to the API server."""
         self._calls.labels(verb, str(status)).observe(seconds)
 
     def decided(self, seconds: float) -> None:
@@ -222,7 +222,7 @@ class Metrics:
         self._errors.labels(reason).inc()
 
     def job_seen(self, job: JobView, away: int = 0) -> None:
-        """Bring the job's gauges up to date. `away`: sidecars of its workers that do not answer."""
+        """Updates the job's gauges. `away`: the number of its workers' sidecars that do not answer."""
         status, key = job.status, (job.namespace, job.name)
         self._begin(key)
         self._away.set(key, away)
@@ -248,7 +248,7 @@ class Metrics:
             self._condition.set(key, status.holds(kind), kind)
 
     def _proofs_seen(self, job: JobView) -> None:
-        """Counted at each scrape, and not only when the job is looked at."""
+        """Stores the times of proofs; their age is computed at each scrape."""
         self._proof_age.forget((job.namespace, job.name))
         if job.spec.rehearse_every is None:
             return
@@ -259,7 +259,7 @@ class Metrics:
                 self._proof_age.set((job.namespace, job.name), at, name)
 
     def _begin(self, key: tuple[str, str]) -> None:
-        """Counters begin at zero: of one that appears as 1 Prometheus sees no increase, and misses it."""
+        """Creates counters at zero: Prometheus sees no increase in one that appears as 1."""
         if key in self._begun:
             return
         self._begun.add(key)
@@ -275,7 +275,7 @@ class Metrics:
             self._duration.begin(key, phase)
 
     def status_written(self, job: JobView, status: JobRecord) -> None:
-        """Count what this write has ended. `job` is as it was before."""
+        """Counts what has ended with this status write. `job` is the view before it."""
         ended, key = status.last_recovery, (job.namespace, job.name)
         before, after = job.status.placement, status.placement
         if before is not None and after is not None and before.hash != after.hash:
@@ -305,7 +305,7 @@ class Metrics:
 
 
 _PATIENCE = 10.0
-"""Seconds that a connection lasts, whatever comes over it."""
+"""Seconds that a connection may last."""
 _MOST = 256
 
 
@@ -313,15 +313,16 @@ _MOST = 256
 async def _once(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Whoever watches is not known: a connection is closed once it was answered."""
+    """Closes each connection after one answer, because clients are not authenticated."""
     response = await handler(request)
     response.force_close()
     return response
 
 
 class Pages(Arrivals[web.AppRunner]):
-    """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not; `tls`: a
-    folder with tls.crt and tls.key, empty: plain HTTP."""
+    """Serves `metrics` (exposition format), `trouble` (sentences; empty: none) and `ready`.
+
+    `tls`: a folder with tls.crt and tls.key; empty: plain HTTP."""
 
     def __init__(
         self,
@@ -358,7 +359,7 @@ class Pages(Arrivals[web.AppRunner]):
             self._strangers.leave(guest)
 
     def _context(self) -> ssl.SSLContext | None:
-        """For each connection anew, as the certificate may have been renewed. Raises OSError."""
+        """Reads the certificate for each connection, as it may be renewed at any time. Raises OSError."""
         if not self._tls:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

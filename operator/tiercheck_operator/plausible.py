@@ -26,7 +26,7 @@ _MOST_SMALL = 2**31 - 1
 _LATEST = 253_370_764_800.0
 """Unix seconds in the year 9999, the last that RFC 3339 can write; more than any duration, too."""
 _ANY = frozenset({bool, type(None)})
-"""Types whose values need no bound."""
+"""Types of which no value needs a bound."""
 _LONGEST_TEXT = 1000
 """Characters. The status shows no more of a text."""
 _MOST_ENTRIES = 4096

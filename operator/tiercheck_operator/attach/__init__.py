@@ -1,1 +1,1 @@
-"""Attach mode makes pods of other controllers workers at admission, and a job for their owner."""
+"""Attaches pods of other controllers as workers at admission, and creates a job for their owner."""

@@ -1,12 +1,11 @@
-"""Gives every owner of attached pods its TierCheckJob, and tells of pods that were left out.
+"""Creates a TierCheckJob for each owner of attached pods, and reports or evicts unattached pods.
 
-Pods say all that is needed, so nothing is remembered.
+The pods carry all the necessary information, so no state is kept.
 
 The webhook's failure policy is Ignore, so a pod that was created while no operator answered runs without
-TierCheck. At the start of a workload that is what was promised. Later it is not: the other workers are held
-until this one has a sidecar too, and would be held for ever. So it is evicted, for its own controller to make
-another; by eviction, because that is no failure in a Job's eyes (`podFailurePolicy`, DisruptionTarget) and
-respects disruption budgets.
+TierCheck. At the start of a workload that is intended. Later, the other workers would wait forever for this
+one's sidecar. So it is evicted, and its own controller creates another. An eviction is no failure to a Job
+(`podFailurePolicy`, DisruptionTarget) and respects disruption budgets.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Adoption:
-    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner, by its
-    namespace and UID, is known, `pods_of` what pods there still are of it."""
+    """Creates missing jobs of attached pods. The caller passes every watched pod to `pod_seen`.
+
+    `has_job` returns whether the job of an owner, by namespace and UID, is known; `pods_of` its pods."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Adoption:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _make(self, namespace: str, attachment: Attachment) -> None:
-        """Again and again until the job is there or nobody needs it: the pods need its Secret to start."""
+        """Retries until the job exists or no pod is left: the pods need the job's Secret to start."""
         owner, failures = attachment.owner, 0
         while not self._has_job(namespace, owner.uid) and any(self._pods_of(namespace, owner.uid)):
             try:
@@ -86,7 +86,7 @@ class Adoption:
 
     async def _try(self, namespace: str, attachment: Attachment) -> None:
         owner = attachment.owner
-        # Anybody may write annotations: an owner that is not there, or is another one, gets no job.
+        # Any user may write annotations: an owner that does not exist, or is another one, gets no job.
         try:
             resource = owner.resource(namespace)
         except Unattachable as error:
@@ -109,7 +109,7 @@ class Adoption:
             known = await self._kube.find(JOBS, namespace, name)
             attach = ((known or {}).get("spec") or {}).get("attach") or {}
             if known is not None and (attach.get("owner") or {}).get("uid") != owner.uid:
-                # Of an earlier owner of the same name, and goes with it; or somebody's own.
+                # It is an earlier owner's of the same name, and disappears with it; or a user created it.
                 raise ApiFailure(
                     422, f"TierCheckJob {name} belongs to another owner; if it stays, remove or rename it"
                 ) from error
@@ -118,22 +118,22 @@ class Adoption:
 
 
 NOT_ATTACHED = "NotAttached"
-"""Reason of the Event."""
+"""Reason of the Event about a pod that is not attached."""
 _SELECTOR = (
     f"labelSelector={names.LABEL_INJECT},!{names.LABEL_JOB_UID}"
     "&fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
 )
 _TRY_AGAIN = 300.0
-"""Seconds until a pod that its disruption budget keeps is evicted again."""
+"""Seconds until the next eviction of a pod that its disruption budget protects."""
 _MOST_OF_NAMESPACE = 20
-"""Pods of a namespace about which there are calls in one look: all teams' calls are made by few threads."""
+"""The number of pods per namespace and pass that cause calls: all teams share a few threads."""
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
 
 def must_go(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
-    """Whether the pod keeps a job from going on that could go on with another in its place."""
+    """Returns whether the pod blocks its job, which could continue with a replacement."""
     if names.ANNOTATION_NOT_ATTACHED in pod.annotations or pod.deleted:
-        return False  # another one would be refused as well
+        return False  # its replacement would be refused as well
     try:
         owner = find_owner({"metadata": {"labels": pod.labels, "ownerReferences": pod.owners}})
         return has_job(pod.namespace, owner.uid)
@@ -142,7 +142,7 @@ def must_go(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
 
 
 class LeftOut:
-    """Looks every `every` seconds, in `namespaces` (empty: everywhere), while this replica leads."""
+    """Handles unattached pods of `namespaces` (empty: all) every `every` seconds while the replica leads."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LeftOut:
         self._paths = [PODS.path(namespace) for namespace in namespaces or (None,)]
         self._events, self._clock = ObjectEvents(kube), clock
         self._kept: dict[str, float] = {}
-        """By UID of pods that their disruption budget keeps: when to try again."""
+        """The time of the next eviction, by UID of pods that their disruption budget protects."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -176,7 +176,7 @@ class LeftOut:
             await self.look()
 
     async def look(self) -> None:
-        """Once."""
+        """Does one pass over all namespaces."""
         for path in self._paths:
             looked_after: Counter[str] = Counter()
             try:
@@ -188,7 +188,7 @@ class LeftOut:
                 log.warning("pods that were not attached could not be listed: %s", error)
 
     async def _look_after(self, pod: ObjectMetadata) -> bool:
-        """Whether that took any call."""
+        """Reports or evicts one pod. Returns whether that took any call."""
         namespace, name, uid = pod.namespace, pod.name, pod.uid
         about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid}
         going = must_go(pod, self._has_job)
@@ -213,10 +213,9 @@ class LeftOut:
 
 
 class AttachService:
-    """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading
-    one makes jobs.
+    """Runs attach mode if the webhook is configured. All replicas serve it; only the leader makes jobs.
 
-    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with
+    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` take the
     namespace and UID of an owner.
     """
 
@@ -238,7 +237,7 @@ class AttachService:
             self._webhook = Webhook(settings.host, settings.port, trust, Admission(always, config))
 
     async def owner_size(self, job: JobView) -> int | None:
-        """How many workers the owner of an attached job has now; None: that cannot be told."""
+        """Returns how many workers the owner of an attached job has at present; None: not known."""
         attach = job.spec.attach
         if attach is None:
             return None
@@ -247,24 +246,24 @@ class AttachService:
             raw = await self._always.find(owner.resource(job.namespace), job.namespace, owner.name)
             return count_workers(owner.kind, raw) if raw and raw["metadata"]["uid"] == owner.uid else None
         except (ApiFailure, Unattachable, KeyError, TypeError, ValueError, AttributeError):
-            return None  # a moment of trouble, or nothing that makes sense
+            return None  # a brief problem, or an invalid object
 
     def start(self) -> None:
         if self._webhook is not None:
             self._webhook.start()
 
     def lead(self) -> None:
-        """This replica leads now; tell it of every pod that there is."""
+        """Starts the leader's work; the caller passes every existing pod to `pod_seen`."""
         if self._webhook is not None:
             self._left_out.start()
 
     def pod_seen(self, pod: PodView | None) -> None:
-        """For every pod of a job, while this replica leads."""
+        """Handles a pod of a job; called for every one while this replica leads."""
         if self._webhook is not None and pod is not None:
             self._adoption.pod_seen(pod)
 
     async def cease(self) -> None:
-        """This replica leads no more."""
+        """Ends the leader's work."""
         await self._adoption.stop()
         await self._left_out.stop()
 

@@ -1,6 +1,4 @@
-"""Makes a worker of another controller's pod: the sidecar, volumes and launcher of our own pods.
-
-Pure.
+"""Turns another controller's pod into a worker with sidecar, volumes and launcher. Pure functions.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.model.spelling import read_as, spell
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
-"""Where the command is if nothing is said: as in a TierCheckJob, a PyTorchJob, a TrainJob's runtimes."""
+"""Default names of the training container: of a TierCheckJob, a PyTorchJob, a TrainJob's runtimes."""
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
 _TOKEN_PATH, _NO_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount", "tiercheck-no-token"
-"""Where a ServiceAccount's token is mounted, and the empty volume that our containers have there."""
+"""The mount path of a ServiceAccount's token, and the empty volume that hides it in our containers."""
 _FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "recovery", "failurePolicy", "sidecar")
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a pod was attached to, as written on it: all that is needed to make its job."""
+    """The attachment in a pod's annotation: all the information from which its job is created."""
 
     owner: Owner
     policy: str
@@ -50,7 +48,7 @@ class Attachment:
 
     @staticmethod
     def from_json(text: str) -> Attachment:
-        """Raises ValueError if it was not written by `to_json`."""
+        """Parses the JSON of `to_json`. Raises ValueError for other text."""
         try:
             found = read_as(Attachment, parse_json(text, LONGEST_ATTACHMENT))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -61,7 +59,7 @@ class Attachment:
 
 
 def job_name(owner: Owner) -> str:
-    """The name of the owner's TierCheckJob: known before the job, the same for an owner of the same name."""
+    """Returns the name of the owner's TierCheckJob, which depends only on the owner's kind and name."""
     plain = f"{owner.kind.lower()}-{owner.name}"
     if len(plain) <= _LONGEST_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", plain):
         return plain
@@ -71,7 +69,7 @@ def job_name(owner: Owner) -> str:
 
 
 def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The TierCheckJob of an owner. `policy`: the spec of its TierCheckPolicy."""
+    """Builds the TierCheckJob of an owner. `policy`: the spec of its TierCheckPolicy."""
     owner = attachment.owner
     reference = spell(owner)
     return {
@@ -94,13 +92,13 @@ def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, An
 def attachment_of(
     pod: Mapping[str, Any], owner: Owner, seat: Seat, policy: str, procs: int | None
 ) -> Attachment:
-    """`procs`: processes per worker by the policy; None: what the pod says. Raises Unattachable."""
+    """Builds a pod's attachment. `procs`: per worker; None: as the pod sets it. Raises Unattachable."""
     container = _trainer(pod)
     return Attachment(owner, policy, container["name"], seat.workers, procs or _procs(container))
 
 
 def is_injected(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod is attached already, by this webhook or an earlier round of it."""
+    """Returns whether the pod is attached already, as on a reinvocation of this webhook."""
     annotations = (pod.get("metadata") or {}).get("annotations") or {}
     containers = (pod.get("spec") or {}).get("initContainers") or []
     return names.ANNOTATION_ATTACHED in annotations and any(
@@ -117,8 +115,9 @@ def inject(
     *,
     cluster: str = "",
 ) -> dict[str, Any]:
-    """The pod as a worker of `job`, a TierCheckJob as the API has it. `cluster`: as `JobView.cluster`. Raises
-    Unattachable."""
+    """Returns the pod as a worker of `job`, a raw TierCheckJob. Raises Unattachable.
+
+    `cluster`: as `JobView.cluster`."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
     view = replace(_view(job, attachment), cluster=cluster)
     spec = new["spec"]
@@ -129,10 +128,10 @@ def inject(
         view.spec.remote is not None
         and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE
     ):
-        # The API server's default is not the user's wish; the sidecar may still have to upload when the
+        # 30 s is the API server's default, not a user's choice; the sidecar may have to upload after the
         # trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
-    # A job keeps the sidecar that it began with, however often the operator is upgraded.
+    # A job keeps the sidecar image that it began with, across upgrades of the operator.
     image, memory = view.status.sidecar_image or config.sidecar_image, config.node_memory
     ports, worker = worker_ports(view.identity, seat.worker), str(seat.worker)
     equip(view, worker, spec, attachment.container, image, host_ports=ports, node_memory=memory)
@@ -153,7 +152,7 @@ def inject(
 
 
 def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
-    """The pod as it is, with the reason written on it for whoever looks."""
+    """Returns the pod unchanged except for an annotation with the reason."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
     metadata = new.setdefault("metadata", {})
     metadata["annotations"] = {**(metadata.get("annotations") or {}), names.ANNOTATION_NOT_ATTACHED: sentence}
@@ -161,8 +160,9 @@ def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
 
 
 def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
-    """Of a job that may not exist yet. What its schema would refuse for so few workers is refused here,
-    before the pod waits for it."""
+    """Parses a job that may not exist yet. Raises Unattachable if it has too few workers for its policy.
+
+    Otherwise the pod would wait for a job that the schema rejects."""
     metadata = {"uid": "", **job["metadata"]}
     try:
         view = parse_job({**job, "metadata": metadata})
@@ -218,7 +218,7 @@ def _procs(container: Mapping[str, Any]) -> int:
 
 
 def _withhold_token(spec: dict[str, Any]) -> None:
-    """Ours need no API token: the API server mounts it into every container with nothing at its path."""
+    """Hides the API token from our containers: the API server mounts it where its path has no mount."""
     spec["volumes"].append({"name": _NO_TOKEN, "emptyDir": {}})
     for container in spec["initContainers"]:
         if container["name"].startswith("tiercheck-"):

@@ -1,4 +1,4 @@
-"""Whose pod this is and which worker it will be, read from what its controller writes on it. Pure.
+"""Finds a pod's owner and worker index from what its controller sets on it. Pure functions.
 
 Each controller has its own names: `batch.kubernetes.io/job-completion-index` is Kubernetes' Job API; the
 jobset.sigs.k8s.io labels are those of JobSet v1alpha2 (a TrainJob is a JobSet by the time it has pods); the
@@ -27,7 +27,7 @@ _GROUPS = {_JOB: "batch", _JOBSET: "jobset.x-k8s.io", _PYTORCHJOB: "kubeflow.org
 
 
 class Unattachable(Exception):
-    """The pod stays as it is; the message says why, and what to change."""
+    """Raised for a pod that stays unattached; the message has the reason and the change to make."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Owner:
     uid: str
 
     def resource(self, namespace: str) -> ApiResource:
-        """The collection that it is in. Raises Unattachable if it can be in none."""
+        """Returns the owner's API resource. Raises Unattachable if its kind cannot be attached."""
         group = self.api_version.partition("/")[0]
         if _GROUPS.get(self.kind) != group:
             raise Unattachable(f"no {self.kind} of {group or 'the core'} can be attached")
@@ -54,14 +54,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class Seat:
-    """The pod's place among all workers of its owner."""
+    """The pod's index among its owner's workers, and their number."""
 
     worker: int
     workers: int
 
 
 def find_owner(pod: Mapping[str, Any]) -> Owner:
-    """Raises Unattachable if the pod belongs to no controller that we know."""
+    """Returns the pod's owner. Raises Unattachable if its controller is not supported."""
     labels = _labels(pod)
     if JOBSET_NAME in labels and names.LABEL_JOBSET_UID in labels:
         return Owner("jobset.x-k8s.io/v1alpha2", _JOBSET, labels[JOBSET_NAME], labels[names.LABEL_JOBSET_UID])
@@ -81,7 +81,7 @@ def find_owner(pod: Mapping[str, Any]) -> Owner:
 
 
 def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> Seat:
-    """`raw`: the owner as the API has it. Raises Unattachable if its pods cannot be numbered 0..N-1."""
+    """Returns the pod's index. `raw`: its owner. Raises Unattachable if the pods are not numbered 0..N-1."""
     if (raw.get("metadata") or {}).get("uid") != owner.uid:
         raise Unattachable(f"{owner.kind} {owner.name} is not the one that made the pod")
     spec = raw.get("spec") or {}
@@ -99,7 +99,7 @@ def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> S
 
 
 def count_workers(kind: str, raw: Mapping[str, Any]) -> int:
-    """How many workers a workload of this kind has now. `raw`: as the API server gives it."""
+    """Returns how many workers a workload of this kind has. `raw`: the object from the API server."""
     spec = raw.get("spec") or {}
     if kind == _JOB:
         return int(_or_one(spec.get("parallelism")))
@@ -114,7 +114,7 @@ def count_workers(kind: str, raw: Mapping[str, Any]) -> int:
 
 
 def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") -> int:
-    """All pods of a Job train together, so none of them may wait for another to end."""
+    """Returns a Job's parallelism, which must equal its completions, as all its pods train together."""
     if (spec.get("completionMode") or mode) != "Indexed":
         raise Unattachable(f"{named} needs completionMode Indexed, because each worker must keep its number")
     parallelism = int(_or_one(spec.get("parallelism")))
@@ -127,7 +127,7 @@ def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") 
 
 
 def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
-    """Workers are counted over the replicated jobs whose pods ask to be attached, in the JobSet's order."""
+    """Counts workers over the replicated jobs with the inject label, in the JobSet's order."""
     mine = _labels(pod).get(JOBSET_REPLICATED_JOB)
     before = workers = 0
     found = False
@@ -136,7 +136,7 @@ def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any
         own = entry.get("name") == mine
         if not own and not _asks(job.get("template") or {}):
             continue
-        # JobSet makes its Jobs Indexed if nothing is said.
+        # JobSet makes its Jobs Indexed by default.
         each = _parallelism(job, f"replicated job {entry.get('name')} of JobSet {owner.name}", "Indexed")
         if own:
             found = True

@@ -1,9 +1,9 @@
-"""Makes, shares and renews the webhook's certificate, and sees that the API server trusts it.
+"""Issues and renews the webhook's certificate, and registers its authority with the API server.
 
-The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when
-two thirds of its life are over, and sees to it that the webhook configuration names its authorities. A
-renewed Secret keeps the last authority too, and a replica shows a new certificate only after it found the
-configuration to name the new authority, so that no call fails in between.
+The Secret is the only source. Every replica reads it regularly, creates it if it is missing, renews it when
+two thirds of its lifetime are over, and writes its authorities into the webhook configuration. A renewed
+Secret keeps the last authority too, and a replica serves a new certificate only after it has found the new
+authority in the configuration, so that no call fails in between.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _END = b"-----END CERTIFICATE-----\n"
 
 
 def renew_when_due(current: KeyPair | None, hosts: Sequence[str], now: datetime.datetime) -> KeyPair | None:
-    """What should take the place of `current`; None: it is good for long enough. Its authorities: the newest,
-    and then the one before it."""
+    """Returns a replacement for `current`; None: it stays valid for long enough.
+
+    The replacement's authorities are the new one and then the last one."""
     if current is not None and _good(current, hosts, now):
         return None
     pair = issue_pair("tiercheck webhook", hosts, _LIFETIME, now)
@@ -61,8 +62,9 @@ def _plain(host: str) -> str:
 
 
 class Trust:
-    """For one replica. `deployment`: the operator's, namespace and name. Where the settings name an issuer,
-    the Secret is only read."""
+    """Keeps one replica's certificate current. If the settings name an issuer, the Secret is only read.
+
+    `deployment`: namespace and name of the operator's Deployment."""
 
     def __init__(
         self, kube: Kube, settings: WebhookConfig, deployment: tuple[str, str] | None = None
@@ -72,7 +74,7 @@ class Trust:
         self._hosts, self._issuer = settings.hosts, settings.issuer
 
     async def establish(self, now: datetime.datetime) -> tuple[KeyPair, bool]:
-        """The bundle to show, and whether the API server can know its authority by now. Raises ApiFailure."""
+        """Returns the key pair, and whether its authority was configured already. Raises ApiFailure."""
         namespace, name = self._secret
         raw = await self._kube.find(SECRETS, namespace, name)
         current = None if raw is None else _parsed(raw)
@@ -89,8 +91,7 @@ class Trust:
                     body["metadata"] |= await self._kube.run(owner)
                 await self._kube.create(SECRETS, namespace, body)
             else:
-                # With the version that was read: of two replicas one fails here, and takes the other's next
-                # time.
+                # With the version that was read: of two replicas one fails here, and later uses the other's.
                 kept = ("resourceVersion", "ownerReferences")
                 body["metadata"] |= {key: raw["metadata"][key] for key in kept if key in raw["metadata"]}
                 await self._kube.replace(SECRETS, namespace, name, body)
@@ -99,7 +100,7 @@ class Trust:
         return bundle, await self._announced(bundle)
 
     async def _announced(self, bundle: KeyPair) -> bool:
-        """Whether the configuration named the bundle's authorities already; it does afterwards."""
+        """Writes the bundle's authorities to the configuration. Returns whether they were there already."""
         raw = await self._kube.find(_CONFIGURATIONS, None, self._configuration)
         if raw is None:
             raise ApiFailure(404, f"there is no MutatingWebhookConfiguration {self._configuration}")
@@ -133,7 +134,7 @@ def _secret(namespace: str, name: str, bundle: KeyPair) -> dict[str, Any]:
 
 
 def _parsed(raw: Mapping[str, Any]) -> KeyPair | None:
-    """None if it is not usable, so that it is made anew."""
+    """Parses the Secret; None if it is not usable and must be replaced."""
     data = raw.get("data") or {}
     try:
         parts = [base64.b64decode(data[key], validate=True) for key in ("ca.crt", "tls.crt", "tls.key")]

@@ -1,14 +1,13 @@
-"""The mutating webhook: it attaches pods, and allows every pod, whatever happens.
+"""Serves the mutating webhook, which attaches pods, and allows every pod even after errors.
 
-AdmissionReview v1 in, AdmissionReview v1 out. The answer is a JSON patch (RFC 6902) that turns what was sent
-into what is wanted.
+Request and response are AdmissionReview v1. The response has a JSON patch (RFC 6902) to the attached pod.
 
-Not kopf's: that one lives and dies with the watches of one leading process, makes a certificate of its own in
-each replica, and wants to write the webhook configuration. This one has no state, so every replica answers,
-leader or not.
+kopf's webhook server is not used: it depends on the watches of one leading process, makes a certificate of
+its own in each replica, and has to write the webhook configuration. This one has no state, so every replica
+answers, leader or not.
 
-Nobody who calls a webhook proves who he is. So connections are counted, from before their TLS handshake on,
-in all and by address; each request has to be there within seconds; and few large ones are held in memory at a
+Callers of a webhook are not authenticated. So connections are limited, in total and by address, from before
+their TLS handshake; each request must arrive within seconds; and only few large ones are held in memory at a
 time.
 """
 
@@ -52,17 +51,17 @@ from tiercheck_operator.kubernetes.certificates import KeyPair
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity
 
-# It reads from the API server and changes nothing there.
+# Admission only reads from the API server.
 
 POLICIES = ApiResource(JOBS.api_version, names.POLICY_PLURAL)
 _REMEMBERED = 5.0
-"""Seconds that an answer of the API server is used again: the pods of a workload come in one burst."""
+"""Seconds that an answer of the API server is cached: a workload's pods are created in one burst."""
 _REVIEW_PATIENCE = 4.0
-"""Seconds to read all that a pod needs; less than the webhook's own timeout, so that it can say why."""
+"""Seconds for all reads for a pod; less than the webhook's timeout, so that the answer has the reason."""
 
 
 class Admission:
-    """`admit` is all there is."""
+    """Decides about pods at admission; `admit` is its only method for callers."""
 
     def __init__(self, kube: Kube, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._kube, self._config, self._clock = kube, config, clock
@@ -70,7 +69,7 @@ class Admission:
         self._known: dict[tuple[ApiResource, str, str], tuple[float, Mapping[str, Any] | None]] = {}
 
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """The pod as it should be, and a warning if it could not be attached, however strange it is."""
+        """Returns the pod to use, and a warning if it could not be attached; accepts malformed pods."""
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
         if not policy or is_injected(pod):
             return pod, ""
@@ -102,7 +101,7 @@ class Admission:
             attachment = attachment_of(pod, owner, seat, policy, spec.get("procsPerWorker"))
             job = attached_job(namespace, attachment, spec)
         else:
-            # The job has it already; what pods of one job agree on must not depend on when they came.
+            # The job defines them: what its pods share must not depend on when a pod is created.
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
             attachment = Attachment(
@@ -113,7 +112,7 @@ class Admission:
         return inject(pod, attachment, seat, job, self._config, cluster=cluster)
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
-        """The owner's job, if it exists; one of an earlier owner of the same name does not count."""
+        """Returns the owner's job; None if there is none, or only an earlier owner's of the same name."""
         found = await self._read(JOBS, namespace, job_name(owner))
         attach = ((found or {}).get("spec") or {}).get("attach") or {}
         return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
@@ -143,20 +142,22 @@ def _named(pod: Mapping[str, Any]) -> str:
 
 
 PATIENCE = 10.0
-"""Seconds for the TLS handshake, for the headers and for the body; of a connection without request, too."""
+"""Seconds each for the TLS handshake, the headers and the body, and for an idle connection."""
 LARGEST = 3 * 2**20
-"""Bytes of a body: twice what the API server lets an object have."""
+"""Bytes of a body: twice the API server's limit for an object."""
 _SMALL = 128 * 2**10
-"""Bytes. Decoded JSON may take thirty times as much memory."""
+"""Bytes of a body up to which many are held at once. Decoded JSON may take thirty times the memory."""
 _SMALL_AT_ONCE, _LARGE_AT_ONCE = 64, 2
 _CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
-"""An API server may call from one address only, and opens a connection for each review under way."""
+"""The limits of connections, in total and per address.
+
+An API server may use one address only, and opens a connection for each concurrent review."""
 
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 
 
 class Doors(Arrivals[web.ServerRunner]):
-    """`handler` gets each POST with its whole body."""
+    """Accepts a bounded number of connections, and passes each POST with its whole body to `handler`."""
 
     def __init__(self, context: ssl.SSLContext, handler: Handler, patience: float = PATIENCE) -> None:
         self._context, self._handler, self._patience = context, handler, patience
@@ -173,10 +174,10 @@ class Doors(Arrivals[web.ServerRunner]):
         )
         super().__init__(runner, self._let_in)
         self._arriving: Counter[str] = Counter()
-        """Connections in their TLS handshake, by address."""
+        """The number of connections in their TLS handshake, by address."""
 
     def _guests(self) -> Counter[str]:
-        """Connections by address."""
+        """Returns the number of connections by address."""
         server = self._runner.server
         peers = [guest.peername for guest in server.connections] if server is not None else []
         return self._arriving + Counter(str(peer[0]) for peer in peers if peer)
@@ -209,14 +210,14 @@ class Doors(Arrivals[web.ServerRunner]):
             try:
                 async with asyncio.timeout(self._patience):
                     body = await self._body(request, stack)
-            except TimeoutError:  # of the caller, or of others that wait for their turn
+            except TimeoutError:  # the caller is slow, or other requests occupy the memory
                 return _closing(503)
             except ValueError:
                 return _closing(413)
             return await self._handler(request, body)
 
     async def _body(self, request: web.BaseRequest, stack: contextlib.AsyncExitStack) -> bytes:
-        """With the right to hold it in memory until `stack` is closed. Raises ValueError: it is too large."""
+        """Reads a body and holds a memory slot until `stack` closes. Raises ValueError if it is too large."""
         if (request.content_length or 0) > LARGEST:
             raise ValueError
         parts, size, large = [], 0, False
@@ -240,7 +241,7 @@ def _closing(status: int) -> web.Response:
 
 
 def difference(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
-    """Operations that turn `old` into `new`. Lists are replaced as a whole."""
+    """Returns the operations that turn `old` into `new`. Lists are replaced as a whole."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
@@ -268,22 +269,22 @@ log = logging.getLogger(__name__)
 
 PATH = "/mutate-pods"
 _LOOK_EVERY, _RETRY = 60.0, 2.0
-"""Seconds between two looks at certificate and configuration, and the same after one that failed."""
+"""Seconds between two checks of certificate and configuration, and after a failed check."""
 _LONGEST_WARNING = 256
 _MOST_VALUES = 50_000
-"""Of a review, each of which takes up to 200 bytes. A pod has some hundreds."""
+"""The number of JSON values of a review, each of up to 200 bytes of memory. A pod has some hundreds."""
 
 
 class Webhook:
-    """Serves once there is a certificate. `start`, then `stop`."""
+    """Serves the webhook once there is a certificate. Call `start`, then `stop`."""
 
     def __init__(self, host: str, port: int, trust: Trust, admission: Admission) -> None:
         self._address = host, port
         self._trust, self._admission = trust, admission
         self._shown: KeyPair | None = None
-        """The certificate that new connections get."""
+        """The certificate for new connections; None: not serving yet."""
         self.serving = asyncio.Event()
-        """Set once it answers."""
+        """Set once the webhook answers."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._doors: Doors | None = None
@@ -314,7 +315,7 @@ class Webhook:
             await asyncio.sleep(pause)
 
     async def _show(self, bundle: KeyPair) -> None:
-        """New connections get this certificate; the context takes files only."""
+        """Uses this certificate for new connections. The context reads only files."""
         with tempfile.TemporaryDirectory() as folder:
             certificate, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
             certificate.write_bytes(bundle.certificate)
@@ -344,7 +345,7 @@ class Webhook:
             wanted, warning = await self._admission.admit(str(asked.get("namespace") or ""), pod)
             operations = difference(pod, wanted)
         except Exception:
-            # A pod is never refused for a fault of ours: it runs as it would without us.
+            # An error of the operator never rejects a pod: it runs as it would without TierCheck.
             log.exception("a pod could not be looked at")
             operations, warning = (
                 [],

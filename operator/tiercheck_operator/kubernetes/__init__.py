@@ -1,1 +1,1 @@
-"""All that talks to the API server: calls, watches, Events, owned objects, the Lease."""
+"""Talks to the API server: calls, watches, Events, owned objects and the Lease."""

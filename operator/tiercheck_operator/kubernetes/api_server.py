@@ -1,7 +1,4 @@
-"""Calls one Kubernetes API server with plain dictionaries, for all parts that talk to one.
-
-Who they are is the business of their `ServerAccess`.
-"""
+"""Calls a Kubernetes API server with plain dictionaries; a `ServerAccess` provides the credentials."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ MERGE_PATCH = "application/merge-patch+json"
 _PAGE = 500
 WATCH_SECONDS = 600
 _LONGEST_HOLD = 30.0
-"""Seconds; a server that wants to be left alone for longer is asked again after that."""
+"""Seconds. Caps the Retry-After of the server."""
 _MOST_ERROR = 2**20
-"""Bytes of an answer that says no."""
+"""Bytes that are read of an error response."""
 TOO_LARGE = 413
 
 
 @dataclass(frozen=True)
 class ApiResource:
-    """A collection of the API, such as v1 pods."""
+    """A resource of the API, such as v1 pods."""
 
     api_version: str
     plural: str
@@ -51,15 +48,15 @@ class ApiResource:
         )
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
-        """The URL path; without `namespace`, of all namespaces. Raises ApiFailure for what is no name."""
+        """Returns the URL path; without `namespace`, for all of them. Raises ApiFailure for invalid names."""
         scope = f"/namespaces/{_segment(namespace)}" if self.namespaced and namespace is not None else ""
         tail = "" if name is None else f"/{_segment(name)}"
         return f"{self.root}{scope}/{self.plural}{tail}{subresource and '/' + subresource}"
 
 
 def _segment(name: str) -> str:
-    """Anybody may write names, so none becomes more than the one segment of a path that it stands for."""
-    if name in ("", ".", ".."):  # which clients resolve, quoted or not
+    """Quotes a name, which may come from any user, so that it stays one segment of the path."""
+    if name in ("", ".", ".."):  # clients resolve these, quoted or not
         raise ApiFailure(400, f"{name!r} is no name", reason="BadRequest")
     return quote(name, safe=":")
 
@@ -80,9 +77,9 @@ JOBS = ApiResource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 class ApiFailure(Exception):
     """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
 
-    `reason`: the server's one word (NotFound ...), or NoAnswer, BadAnswer, or BadRequest for what cannot even
-    be sent. `retry_after`: seconds for which the server wants to be left alone; None: it did not say.
-    `considered`: it is the answer to this call, not one that whatever is called would get.
+    `reason`: the server's reason (NotFound ...), or NoAnswer, BadAnswer, or BadRequest for a request that
+    cannot be sent. `retry_after`: the seconds of Retry-After; None: not given. `considered`: the server
+    evaluated this call, instead of rejecting it as it would reject any call.
     """
 
     def __init__(
@@ -108,33 +105,35 @@ class ApiFailure(Exception):
 
     @property
     def busy(self) -> bool:
-        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent
-        again as it is. A disruption budget and a webhook may answer 429 as well, about one object."""
+        """Returns whether the server rejected the call unseen, so that it may be sent again unchanged.
+
+        It does so by priority and fairness, or when overloaded. A disruption budget and a webhook may answer
+        429 as well, about one object."""
         if self.considered:
             return False
         return self.status == 429 or (self.status == 503 and self.retry_after is not None)
 
     @property
     def refused(self) -> bool:
-        """The server said no (quota, admission, rights, validation): asking again soon will not help."""
+        """Returns whether the server refused (quota, admission, rights, validation): no retry soon helps."""
         return self.status in (400, 403, 405, TOO_LARGE, 422)
 
 
 class ServerAccess(Protocol):
-    """Where the server is and who we are; asked at each call, as authorities and tokens change."""
+    """The server's address and the client's credentials; read at each call, because they are rotated."""
 
     server: str
-    """Its URL."""
+    """The server's URL."""
 
     def pool(self) -> urllib3.PoolManager:
-        """Connections that check who the server is."""
+        """Returns a pool of connections that authenticate the server."""
 
     def headers(self) -> Mapping[str, str]:
-        """Say who we are."""
+        """Returns the headers that authenticate the client."""
 
 
 class ApiServer:
-    """Safe for use by several threads. Every call raises ApiFailure."""
+    """A thread-safe client of one API server. Every call raises ApiFailure."""
 
     def __init__(self, access: ServerAccess, timeout: float = 15.0, agent: str = "tiercheck") -> None:
         self._access, self._timeout, self._agent = access, urllib3.Timeout(total=timeout), agent
@@ -148,7 +147,7 @@ class ApiServer:
         return self.request("GET", resource.path(namespace, name))
 
     def find(self, resource: ApiResource, namespace: str | None, name: str) -> Object | None:
-        """None if there is no such object."""
+        """Returns an object; None if it does not exist."""
         with _missing_ok():
             return self.get(resource, namespace, name)
         return None
@@ -167,11 +166,11 @@ class ApiServer:
             page["continue"] = following
 
     def create(self, resource: ApiResource, namespace: str | None, body: Object) -> Object:
-        """`conflict` if it exists already."""
+        """Creates an object. The failure is a `conflict` if it exists already."""
         return self.request("POST", resource.path(namespace), body)
 
     def bind(self, namespace: str, name: str, binding: Object) -> Object:
-        """Gives a pod its node."""
+        """Binds a pod to its node."""
         return self.request("POST", PODS.path(namespace, name, "binding"), binding)
 
     def replace(self, resource: ApiResource, namespace: str | None, name: str, body: Object) -> Object:
@@ -180,11 +179,11 @@ class ApiServer:
     def patch(
         self, resource: ApiResource, namespace: str | None, name: str, body: Object, *, subresource: str = ""
     ) -> Object:
-        """JSON merge patch; a resourceVersion in `body` is a precondition."""
+        """Sends a JSON merge patch; a resourceVersion in `body` is a precondition."""
         return self.request("PATCH", resource.path(namespace, name, subresource), body)
 
     def evict(self, namespace: str, name: str, *, uid: str = "", grace: int | None = None) -> Object:
-        """A pod. `considered` if a disruption budget keeps it."""
+        """Evicts a pod. The failure is `considered` if a disruption budget forbids it."""
         metadata, options = {"namespace": namespace, "name": name}, _delete_options(uid, grace)
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         return self.request("POST", PODS.path(namespace, name, "eviction"), body)
@@ -198,7 +197,7 @@ class ApiServer:
         uid: str = "",
         grace: int | None = None,
     ) -> bool:
-        """Ask for deletion. False: it is gone already, or a newer namesake of the one with `uid` is there."""
+        """Deletes an object. Returns False if it is gone already, or has another UID than `uid`."""
         try:
             self.request("DELETE", resource.path(namespace, name), _delete_options(uid, grace))
         except ApiFailure as failure:
@@ -208,7 +207,7 @@ class ApiServer:
         return True
 
     def apply(self, manifest: Object) -> Object:
-        """Create it, or merge it into what exists. Raises ApiFailure 404 for an unknown kind."""
+        """Creates an object, or merges it into an existing one. Raises ApiFailure 404 for an unknown kind."""
         resource = self.resource(manifest["apiVersion"], manifest["kind"])
         metadata = manifest["metadata"]
         namespace = metadata.get("namespace", "default") if resource.namespaced else None
@@ -220,7 +219,7 @@ class ApiServer:
         return self.patch(resource, namespace, metadata["name"], manifest)
 
     def resource(self, api_version: str, kind: str) -> ApiResource:
-        """The collection that holds objects of this kind, by discovery. Raises ApiFailure 404."""
+        """Returns the resource for objects of this kind, by discovery. Raises ApiFailure 404."""
         if (api_version, kind) not in self._known:
             answer = self.request("GET", ApiResource(api_version, "").root)
             for entry in answer.get("resources") or []:
@@ -232,13 +231,13 @@ class ApiServer:
         return self._known[api_version, kind]
 
     def find_resource(self, api_version: str, kind: str) -> ApiResource | None:
-        """None if the server does not know the kind, perhaps not yet."""
+        """Returns the resource of a kind; None if the server does not serve it, perhaps not yet."""
         with _missing_ok():
             return self.resource(api_version, kind)
         return None
 
     def lines(self, path: str) -> Iterator[bytes]:
-        """Each line of an answer as soon as it is there. An object may be longer than any buffer."""
+        """Yields each line of an answer as soon as it arrives. A line may be longer than any buffer."""
         rest, timeout = b"", urllib3.Timeout(connect=10.0, read=WATCH_SECONDS + 60.0)
         with self._answer("GET", path, timeout=timeout) as response:
             try:
@@ -249,7 +248,7 @@ class ApiServer:
                 response.close()
 
     def request(self, method: str, path: str, body: object = None) -> Object:
-        """Any call; the decoded JSON answer. A patch is a JSON merge patch."""
+        """Makes any call and returns the decoded JSON answer. A patch is a JSON merge patch."""
         data = self.read(method, path, body)
         try:
             return dict(parse_json(data))
@@ -265,7 +264,7 @@ class ApiServer:
         accept: str = "application/json",
         most: int | None = None,
     ) -> bytes:
-        """Any call; the answer as it is. One of more than `most` bytes is a failure."""
+        """Makes any call and returns the raw answer. Raises ApiFailure if it has more than `most` bytes."""
         with self._answer(method, path, body, accept) as response:
             return _content(response, most)
 
@@ -283,7 +282,7 @@ class ApiServer:
         accept: str = "application/json",
         timeout: urllib3.Timeout | None = None,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """Gives an answer of 2xx, to be read inside."""
+        """Yields a 2xx response, to be read inside the context."""
         headers = {"Accept": accept, "User-Agent": f"{self._agent}/{__version__}"}
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
@@ -302,7 +301,7 @@ class ApiServer:
         except (HTTPError, OSError) as error:
             why = f"the API server {self.url} does not answer: {first_line(error)}"
             raise ApiFailure(0, why, reason="NoAnswer") from error
-        except ValueError:  # the error quotes the header that cannot be sent
+        except ValueError:  # its text contains the header that cannot be sent
             why = "its address or our token has characters that HTTP refuses"
             raise ApiFailure(
                 0, f"the API server {self.url} cannot be asked: {why}", reason="BadRequest"
@@ -320,7 +319,7 @@ def _in_thread(
 
 
 class ApiClient:
-    """An ApiServer's calls for asynchronous code, in as many threads as are called at once at most."""
+    """Makes an ApiServer's calls from asynchronous code, on at most `threads` threads."""
 
     def __init__(self, server: ApiServer, threads: int = 8) -> None:
         self.server = server
@@ -330,7 +329,7 @@ class ApiClient:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, call: functools.partial[R]) -> R:
-        """Waits for one of the server's calls."""
+        """Runs one of the server's calls in a thread and waits for it."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, call)
 
     find = _in_thread(ApiServer.find)
@@ -360,7 +359,7 @@ def _delete_options(uid: str, grace: int | None) -> Object:
 
 
 def _content(response: urllib3.BaseHTTPResponse, most: int | None) -> bytes:
-    """Raises ApiFailure if there are more bytes than `most`."""
+    """Returns the body. Raises ApiFailure if it has more than `most` bytes."""
     data = response.read(None if most is None else most + 1)
     if most is not None and len(data) > most:
         response.close()
@@ -377,13 +376,13 @@ def _refusal(path: str, response: urllib3.BaseHTTPResponse) -> ApiFailure:
         found = parse_json(data or b"{}")
         status = found if isinstance(found, dict) else {}
     text = "" if data[:1] == b"{" else data[:500].decode(errors="replace").strip()
-    # Only whole seconds: a date, which the API server never sends, counts as not said.
+    # Only whole seconds: a date, which the API server never sends, is ignored.
     wait = response.headers.get("Retry-After") or ""
     return ApiFailure(
         int(response.status),
         str(status.get("message") or "") or text or str(response.reason),
         min(float(wait), _LONGEST_HOLD) if wait.isdigit() else None,
-        # Priority and fairness answer in plain text, before anything of the call is looked at.
+        # Priority and fairness answer in plain text, before the call is evaluated.
         considered=response.status == 429
         and (status.get("kind") == "Status" or (path.endswith("/eviction") and bool(status))),
         reason=str(status.get("reason") or ""),

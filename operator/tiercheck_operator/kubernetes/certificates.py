@@ -1,7 +1,7 @@
-"""Makes certificates that nobody has to manage, and the credentials of a job.
+"""Issues certificates that need no management, and the credentials of a job.
 
-An authority lives for one signature. Its key is never stored, so nobody, the operator included, can ever
-issue a second certificate under it.
+An authority signs one certificate. Its key is never stored, so not even the operator can issue a second one
+under it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 @dataclass(frozen=True)
 class KeyPair:
-    """PEM texts: the authority (or authorities), and the certificate and key that a server shows."""
+    """PEM texts: the authority (or authorities), and the certificate and key of a server."""
 
     ca: bytes
     certificate: bytes
@@ -36,7 +36,7 @@ class KeyPair:
 def issue_pair(
     authority: str, hosts: Sequence[str], lifetime: datetime.timedelta, now: datetime.datetime | None = None
 ) -> KeyPair:
-    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses, one or more."""
+    """Issues a new pair. `authority`: its common name. `hosts`: one or more DNS names or IP addresses."""
     now = now or datetime.datetime.now(datetime.UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority)])
@@ -115,7 +115,7 @@ _LIFETIME = datetime.timedelta(days=3650)
 
 
 def issue(job_uid: str) -> Credentials:
-    """New, random credentials for one job."""
+    """Creates new, random credentials for one job."""
     pair = issue_pair(f"tiercheck job {job_uid}", [TLS_SERVER_NAME], _LIFETIME)
     operator = Ed25519PrivateKey.generate()
     return Credentials(

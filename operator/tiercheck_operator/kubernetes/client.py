@@ -1,4 +1,4 @@
-"""Calls the API server for the operator: writes only while it leads, and reads bounded answers."""
+"""Calls the API server for the operator: writes only while it leads, and bounds the answers' size."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ R = TypeVar("R")
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
 _THREADS = 8
-"""Calls at once, of all jobs together; the others wait their turn, first come, first served."""
+"""The number of concurrent calls of all jobs together; further calls are queued in order."""
 _OF_ONE_NAMESPACE, _TURNS = 4, 1024
-"""Calls of a namespace that have a thread or wait for one, so that they do not wait for all of another's; and
-how many such counts there are, which few namespaces share."""
+"""The number of concurrent calls per namespace, and the number of semaphores that bound them.
+
+So one namespace cannot occupy all threads. Few namespaces share a semaphore, by hash."""
 _LISTED_AT_ONCE = 200
-"""Objects of one page: the metadata of each takes some KiB."""
+"""The number of objects per page: the metadata of each takes some KiB."""
 _BUSY_TRIES = 4
-"""Times that one call is sent if the server is too busy for it."""
+"""The number of times that a call is sent if the server is too busy."""
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds until the next try, after the first failure and later ones."""
+"""Seconds until the next try, by the number of failures so far."""
 
 
 class NameTaken(ApiFailure):
-    """Another object, which is not this job's, has the name."""
+    """Raised if an object that is not this job's has the name."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(409, message)
@@ -51,15 +52,16 @@ class NameTaken(ApiFailure):
 
 
 class NotLeading(ApiFailure):
-    """Nothing was sent: another replica may lead by now."""
+    """Raised instead of sending a write, because another replica may lead by now."""
 
     def __init__(self) -> None:
         super().__init__(0, "this replica does not lead")
 
 
 class FencedServer(ApiServer):
-    """Asks `may_write` right before anything but a GET is sent, in the sending thread. What it reads of an
-    object takes a bounded part of our memory."""
+    """Checks `may_write` in the sending thread right before each call other than GET.
+
+    The memory that each object takes is bounded."""
 
     def __init__(
         self,
@@ -74,11 +76,11 @@ class FencedServer(ApiServer):
         self._lock = threading.Lock()
         self._writing = 0
         self.idle = threading.Event()
-        """Set while nothing that was sent to be written is on its way."""
+        """Set while no write is in flight."""
         self.idle.set()
 
     def get(self, resource: ApiResource, namespace: str | None, name: str) -> Object:
-        """Raises ApiFailure also for an object that is too large to be read."""
+        """Returns an object. Raises ApiFailure also if it is too large to be read."""
         found = super().get(resource, namespace, name)
         if UNREADABLE in found:
             raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {name}: {found[UNREADABLE]}")
@@ -92,10 +94,10 @@ class FencedServer(ApiServer):
             raise self._unreadable(error) from error
 
     def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
-        """The metadata of some objects, and where the next ones begin; empty: nowhere."""
+        """Returns the metadata of a page of objects, and the continue token; empty: it was the last page."""
         data = self.read("GET", path, accept=METADATA_ONLY)
         try:
-            # Nothing else is made of it: who wrote which field of an object is as deep as the object.
+            # Cut first, because managedFields are as deep as the object.
             page = _PAGE.decode(without_depth(data))
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._unreadable(error) from error
@@ -114,7 +116,7 @@ class FencedServer(ApiServer):
 
     @contextlib.contextmanager
     def _about_to_write(self) -> Iterator[None]:
-        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
+        """Counts a write before it checks `may_write`, so that `drain` waits for it. Raises NotLeading."""
         with self._lock:
             self._writing += 1
             self.idle.clear()
@@ -130,8 +132,7 @@ class FencedServer(ApiServer):
 
 
 class Kube(ApiClient):
-    """When the server says that it is busy, all calls hold back for as long as it wants, and the call is sent
-    again."""
+    """The asynchronous client of the operator. If the server is busy, all calls pause as it requests."""
 
     server: FencedServer
 
@@ -139,26 +140,26 @@ class Kube(ApiClient):
         super().__init__(server, _THREADS)
         self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
         self._hold_until = 0.0
-        """Monotonic time."""
+        """Monotonic time until which calls pause."""
 
     @property
     def may_write(self) -> bool:
-        """Whether this replica may act at this very moment."""
+        """Returns whether this replica leads at this moment and may write."""
         return self.server.may_write()
 
     async def drain(self, seconds: float) -> bool:
-        """Wait until nothing that was sent to be written is still on its way; False: that took too long."""
+        """Waits until no write is in flight. Returns False if that took longer than `seconds`."""
         return await asyncio.get_running_loop().run_in_executor(None, self.server.idle.wait, seconds)
 
     async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
-        """UID to resourceVersion of every object, as of one moment, from the storage. Raises ApiFailure."""
+        """Returns UID to resourceVersion, from one consistent read of the storage. Raises ApiFailure."""
         pages = self.list_metadata(path, query, page)
         return {each.uid: version_of(each.version) async for page in pages for each in page}
 
     async def list_metadata(
         self, path: str, query: str = "", page: int = _LISTED_AT_ONCE
     ) -> AsyncIterator[Sequence[ObjectMetadata]]:
-        """Page by page, with fewer objects in each where some are large. Raises ApiFailure."""
+        """Yields pages of metadata, with fewer objects in each if some are large. Raises ApiFailure."""
         more = ""
         while True:
             asked = (query, f"limit={page}", f"continue={more}" if more else "")
@@ -175,8 +176,8 @@ class Kube(ApiClient):
                 return
 
     async def run(self, call: functools.partial[R]) -> R:
-        """With one of its namespace's turns."""
-        # The first text is the namespace, or the path of a list. Things without a namespace have none.
+        """Runs a call within its namespace's limit, and repeats it while the server is busy."""
+        # The first string is the namespace, or the path of a list. Cluster-scoped objects have none.
         named = next((each for each in call.args[:3] if isinstance(each, str)), None)
         async with self._turns[hash(named) % _TURNS] if named else contextlib.nullcontext():
             for left in reversed(range(_BUSY_TRIES)):
@@ -194,7 +195,7 @@ class Kube(ApiClient):
 
 
 class ObjectMetadata(msgspec.Struct):
-    """What lists say of each object."""
+    """The metadata of an object in a list."""
 
     uid: str
     version: str = msgspec.field(default="", name="resourceVersion")
@@ -223,5 +224,5 @@ _PAGE = Decoder(_Page)
 
 
 def version_of(text: object) -> int:
-    """Of a resourceVersion. They may be compared: integers in every API server (KEP-5504)."""
+    """Returns a resourceVersion as an integer. They are comparable in every API server (KEP-5504)."""
     return int(str(text)) if str(text or "").isdigit() else 0

@@ -1,7 +1,7 @@
-"""Decides by a Lease which replica leads, and holds it, or waits for it, in a thread.
+"""Elects the leading replica by a Lease, which a thread renews or waits for.
 
-So a busy event loop does not cost us the lead, and a stuck one does. `leads` may be asked from any thread,
-right before anything is written: it is a fence by time, and needs no message to arrive.
+So a busy event loop does not lose the lead, and a stuck one does. `leads` may be called from any thread right
+before a write: it is a fence based on time, and does not depend on a message.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tiercheck_operator.kubernetes.owned_objects import belonging
 from tiercheck_operator.model.spelling import At, read_as
 
 
-# As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another
-# one only after it has itself watched that one's record stand still for a whole duration. So no clock is ever
-# compared with another machine's: times that others wrote are for people to read. The leader counts from the
-# moment *before* it sent a renewal, the others from the moment after they saw it, and the leader stops acting
+# As in client-go's leaderelection, a replica leads while it keeps renewing, and takes over from another one
+# only after it has itself observed that one's record unchanged for a whole duration. So clocks of different
+# machines are never compared: times in the record only inform users. The leader counts from the moment
+# *before* it sent a renewal, the others from the moment after they saw it, and the leader stops acting
 # (`renew_within`) well before they may begin (`duration`).
 @dataclass(frozen=True)
 class Terms:
-    """Seconds. Raises ValueError unless retry < renew_within < duration, with room for a lost call each."""
+    """Lease times in seconds. Raises ValueError unless 0 < 2 retry <= renew_within <= duration / 1.2."""
 
     duration: float = 8.0
-    """After which a record that stands still may be taken over."""
+    """Seconds after which an unchanged record may be taken over."""
     renew_within: float = 5.0
-    """After which a leader that could not renew stops acting."""
+    """Seconds after which a leader that could not renew stops acting."""
     retry: float = 1.0
-    """Between two looks."""
+    """Seconds between two checks of the Lease."""
 
     def __post_init__(self) -> None:
         if not (0 < self.retry * 2 <= self.renew_within and self.renew_within * 1.2 <= self.duration):
@@ -48,23 +48,23 @@ class Terms:
 
     @staticmethod
     def of(duration: float) -> Terms:
-        """In the usual proportions. Raises ValueError unless `duration` is positive."""
+        """Derives all terms in the usual proportions. Raises ValueError unless `duration` is positive."""
         return Terms(duration, duration * 5 / 8, duration / 8)
 
     @property
     def call(self) -> float:
-        """How long one call to the API server may take."""
+        """Returns the timeout, in seconds, of one call to the API server."""
         return self.renew_within / 2
 
 
 @dataclass(frozen=True)
 class Record:
-    """The spec of a Lease. `holder` is empty once it was released."""
+    """The spec of a Lease. `holder` is empty once it is released."""
 
     holder: Annotated[str, At("holderIdentity")] = ""
     duration: Annotated[float, At("leaseDurationSeconds")] = 0.0
     mark: Annotated[str, At("renewTime")] = ""
-    """Anything that differs after each renewal; only compared for equality."""
+    """A value that differs after each renewal; it is only compared for equality."""
 
 
 class LeaseMove(Enum):
@@ -75,7 +75,7 @@ class LeaseMove(Enum):
 
 
 class Candidate:
-    """One replica's view of the lease. `now` is always this machine's monotonic time, in seconds."""
+    """One replica's view of the lease. `now` is always the local monotonic time, in seconds."""
 
     def __init__(self, identity: str, terms: Terms) -> None:
         self.identity, self.terms = identity, terms
@@ -84,7 +84,7 @@ class Candidate:
         self._until = float("-inf")
 
     def see(self, record: Record | None, now: float) -> LeaseMove:
-        """What to do about the lease as just read; `record`: None if none. Somebody else's ends our lead."""
+        """Returns the next move for the lease as read (None: no lease). Another holder ends the own lead."""
         if record is None:
             self._until = float("-inf")
             return LeaseMove.CREATE
@@ -96,22 +96,22 @@ class Candidate:
             return LeaseMove.RENEW
         if not record.holder:
             return LeaseMove.TAKE
-        # During an upgrade the other may keep to longer terms than ours.
+        # During an upgrade the other replica may use longer terms.
         patience = max(self.terms.duration, record.duration)
         return LeaseMove.TAKE if now - self._seen_at >= patience else LeaseMove.WAIT
 
     def wrote(self, record: Record, sent: float) -> None:
-        """The server took our record, in an answer to what was sent at `sent`."""
+        """Notes that the server accepted `record`, which was sent at `sent`."""
         self._seen, self._seen_at = record, sent
         self._until = sent + self.terms.renew_within if record.holder == self.identity else float("-inf")
 
     def leads(self, now: float) -> bool:
-        """Whether this replica may act at this very moment."""
+        """Returns whether this replica leads at this moment."""
         return now < self._until
 
 
 def parse_lease(raw: Mapping[str, Any]) -> Record:
-    """Tolerant: whatever is missing counts as not held."""
+    """Parses a Lease; one with missing fields counts as not held."""
     return read_as(Record, raw.get("spec") or {})
 
 
@@ -125,11 +125,10 @@ def build_lease(
     now: datetime.datetime,
     belonging: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The lease held by `holder` (empty: released), in place of `before`, whose resourceVersion is the
-    precondition.
+    """Builds the lease held by `holder` (empty: released), to replace `before` at its resourceVersion.
 
-    `now` is only for people, and to make each renewal differ from the last one. `belonging`: metadata of a
-    new one.
+    `now` only informs users, and makes each renewal differ from the last one. `belonging`: extra metadata of
+    a new lease.
     """
     old = (before or {}).get("spec") or {}
     same = before is not None and holder == (old.get("holderIdentity") or "")
@@ -143,7 +142,7 @@ def build_lease(
         "metadata": metadata,
         "spec": {
             "holderIdentity": holder,
-            # The shortest there is, for a lease that was given back.
+            # The shortest possible duration for a released lease.
             "leaseDurationSeconds": math.ceil(duration) if holder else 1,
             "acquireTime": old.get("acquireTime") if same else stamp,
             "renewTime": stamp,
@@ -155,18 +154,18 @@ def build_lease(
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
-"""Waiting replicas look at most this part of the pause later, so that they do not all ask at once."""
+"""The share of the pause by which waiting replicas check later at most, so that their checks spread."""
 
 
 def boot_clock() -> float:
-    """Seconds that go on while the process is stopped and, if that can be told, while the machine sleeps."""
+    """Returns seconds that advance while the process is stopped and, with CLOCK_BOOTTIME, in suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Elector(threading.Thread):
-    """`changed` is told True and False in turn, from this thread.
+    """The thread that holds the lease or waits for it. It calls `changed` with True and False in turn.
 
-    `lease`: its namespace and name. `alive`: False holds a renewal back, so that the lead is lost."""
+    `lease`: its namespace and name. `alive`: while False, the lease is not renewed, so the lead is lost."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class Elector(threading.Thread):
         self._ending = threading.Event()
         self._led = False
         self._raw: dict[str, Any] | None = None
-        """The lease as we wrote it last; None: it has to be read first."""
+        """The lease as last read or written; None: it must be read first."""
         self._holder = ""
         self._failing = False
 
@@ -196,16 +195,16 @@ class Elector(threading.Thread):
         return self._candidate.identity
 
     def leads(self) -> bool:
-        """Whether this replica may act at this very moment."""
+        """Returns whether this replica leads at this moment."""
         return not self._ending.is_set() and self._candidate.leads(self._clock())
 
     @property
     def died(self) -> bool:
-        """Whether the thread was started and has ended without being told to."""
+        """Returns whether the thread was started and has ended without `release` or `retire`."""
         return self.ident is not None and not self.is_alive() and not self._ending.is_set()
 
     def retire(self) -> None:
-        """Never lead again, but leave the lease to run out."""
+        """Stops for good, but lets the lease expire."""
         self._raw = None
         self._ending.set()
 
@@ -215,8 +214,7 @@ class Elector(threading.Thread):
                 self.look()
                 self._tell()
             except Exception:
-                # Whatever it was, the next look is still to come; until then time takes the lead away, if
-                # anything.
+                # The next round retries after any error; until then the lead can only expire.
                 log.exception("a look at lease %s failed", self._lease)
                 self._raw = None
             pause = self._terms.retry
@@ -225,7 +223,7 @@ class Elector(threading.Thread):
             self._ending.wait(pause)
 
     def look(self) -> None:
-        """One round: read what has to be read, write what may be written."""
+        """Does one round: reads the lease if necessary, and writes it if that is allowed."""
         try:
             if self._raw is None or not self._led:
                 self._raw = self._api.find(LEASES, self._namespace, self._lease)
@@ -236,7 +234,7 @@ class Elector(threading.Thread):
             self._write(self._candidate.identity)
             self._failing = False
         except ApiFailure as error:
-            self._raw = None  # it may have changed, or our write may have arrived after all
+            self._raw = None  # it may have changed, or the write may have arrived after all
             if not error.conflict:
                 log.log(
                     logging.DEBUG if self._failing else logging.WARNING, "lease %s: %s", self._lease, error
@@ -244,7 +242,7 @@ class Elector(threading.Thread):
                 self._failing = True
 
     def release(self) -> None:
-        """Stop for good; a lease of ours is given back, so that no other replica waits for it to run out."""
+        """Stops for good and releases an own lease, so that no other replica waits until it expires."""
         self._ending.set()
         if self.is_alive():
             self.join(self._terms.call * 2)

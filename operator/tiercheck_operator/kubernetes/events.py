@@ -1,6 +1,6 @@
-"""Posts Kubernetes Events, and takes credentials out of the status.
+"""Posts Kubernetes Events, and redacts credentials in the status.
 
-Everyone with `view` may read both. Losing an Event is not worth a retry: the status has said it already.
+Every user with the role `view` may read both. A lost Event is not retried: the status has its content.
 """
 
 from __future__ import annotations
@@ -28,57 +28,58 @@ _COMPONENT = "tiercheck-operator"
 _PAUSE = 10.0
 """Seconds between two writes of one Event; what happens meanwhile is counted."""
 _SIMILAR = 10
-"""Events of one reason with different messages; further ones are told by one that is written anew."""
+"""The number of Events of one reason with different messages; further ones share one Event."""
 _FORGET = 600.0
-"""Seconds after which an Event that comes again is a new one."""
+"""Seconds after which a repeated Event is posted as a new one."""
 _SERIES, _POSTED = 50, 5000
-"""Series of a job that are remembered, and Events about other objects; the oldest are forgotten first."""
+"""The numbers of remembered series per job and of Events about other objects; oldest dropped first."""
 _LONG_QUIET = 3600.0
-"""Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such
-objects while they wait for somebody to mend their templates."""
+"""Seconds in which the same Event about an object other than a job is posted once only.
+
+Such objects do not change until a user corrects their templates."""
 _MESSAGE_LIMIT = 1024
 POD_REMOVED = "PodRemoved"
-"""Reason of the Event about each pod that we delete."""
+"""Reason of the Event about each pod that the operator deletes."""
 _PODS_AT_ONCE = 64
-"""Pods of one reconcile with an Event beside the job's: a recovery does not wait for a thousand."""
+"""The number of pods per reconcile with own Events: a recovery must not wait for a thousand."""
 
 
 @dataclass
 class _Series:
-    """One Event in the cluster that stands for everything alike."""
+    """One Event in the cluster that stands for all equal notices."""
 
     notice: Notice
     name: str = ""
-    """Empty: not posted yet."""
+    """The Event's name; empty: not posted yet."""
     count: int = 0
     told: int = 0
-    """What the cluster's Event says of `count`."""
+    """The count that the cluster's Event has."""
     last: float = 0.0
     written: float = float("-inf")
 
 
 class EventPoster:
-    """For one job. What comes again raises the count of the Event there, as Kubernetes' controllers do."""
+    """Posts one job's Events. A repeated one raises the Event's count, as in Kubernetes' controllers."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._series: dict[tuple[str, str, str], _Series] = {}
 
     async def post(self, job: JobView, notices: Iterable[Notice], now: float) -> None:
-        """What was counted and not yet told is told by a later call, `notices` or not."""
+        """Posts notices. A later call, even without `notices`, posts counts that are not posted yet."""
         kept = [(key, entry) for key, entry in self._series.items() if now - entry.last < _FORGET]
         self._series = dict(kept[-_SERIES:])
         for notice in notices:
             series = self._of(notice)
             series.count, series.last = series.count + 1, now
-            if notice.reason != POD_REMOVED:  # whoever did it has said it
+            if notice.reason != POD_REMOVED:  # the deletion is already logged
                 log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
         for series in list(self._series.values()):
             if series.count > series.told and now - series.written >= _PAUSE:
                 await self._write(job, series, now)
 
     async def post_removed(self, job: JobView, removed: Sequence[DeletePod], now: float) -> None:
-        """Of pods that we have deleted: why, at the job and at the pods themselves."""
+        """Posts the reasons of pod deletions, on the job and on the pods themselves."""
         if not removed:
             return
         told = [
@@ -108,7 +109,7 @@ class EventPoster:
         series.told = told
 
     async def _again(self, job: JobView, series: _Series) -> bool:
-        """False: the cluster has forgotten the Event."""
+        """Raises the Event's count in the cluster. Returns False if the Event is gone."""
         again = {
             "count": series.count,
             "lastTimestamp": rfc3339(series.last),
@@ -124,15 +125,15 @@ class EventPoster:
 
 
 class ObjectEvents:
-    """Warnings about objects that are not jobs of ours: pods, and the owners of attached ones."""
+    """Posts warnings about objects other than jobs: pods, and the owners of attached ones."""
 
     def __init__(self, kube: Kube, clock: Callable[[], float] = time.time) -> None:
         self._kube, self._clock = kube, clock
         self._posted: dict[int, float] = {}
-        """When it was posted, by a hash of what and about which object."""
+        """The time of the last post, by a hash of the Event and its object."""
 
     async def warn(self, about: Mapping[str, str], reason: str, message: str) -> bool:
-        """Whether it was sent now, not before. `about`: an ObjectReference with namespace and UID."""
+        """Posts a warning; False if posted before. `about`: an ObjectReference with namespace and UID."""
         now, key = self._clock(), hash((about["uid"], reason, message))
         if now - self._posted.get(key, -_LONG_QUIET) < _LONG_QUIET:
             return False
@@ -168,7 +169,7 @@ def _log_loss(about: Mapping[str, str], notice: Notice, error: ApiFailure) -> No
 
 
 async def _post(kube: Kube, about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> str:
-    """The name of a new Event; empty: it was not posted."""
+    """Creates an Event and returns its name; empty: it was not posted."""
     name = f"{about['name']}.{secrets.token_hex(8)}"
     body = {
         "apiVersion": "v1",
@@ -194,14 +195,14 @@ async def _post(kube: Kube, about: Mapping[str, str], notice: Notice, now: float
 
 
 _EXACT = {"members", "sidecarImage", "hash", "node", "nodes", "type", "phase"}
-"""Fields that decisions read back as they were."""
+"""Fields that stay unchanged because decisions read them back."""
 
 _LONGEST = 4000
-"""Characters; what is longer already gets no longer by what stands in place of a credential."""
+"""Characters. Replacements of credentials do not lengthen a text beyond this."""
 
 
 def without_credentials(status: dict[str, Any]) -> dict[str, Any]:
-    """A rendered status with REDACTED in place of credentials. Once more changes nothing."""
+    """Replaces credentials in a rendered status by REDACTED; idempotent."""
     return {key: value if key in _EXACT else _without(value) for key, value in status.items()}
 
 

@@ -1,10 +1,10 @@
-"""Reaches the API server, and reads its objects so that each takes a bounded part of our memory.
+"""Connects to the API server, and reads its objects in bounded memory.
 
-Whoever may create an object decides how large and how deep it is, and one process reads those of all teams.
-So an object is weighed as text, before anything is made of it. One that is too heavy or too deep becomes a
+Users decide how large and how deep their objects are, and one process reads those of all teams. So the memory
+of an object is estimated from its text before it is decoded. One that is too large or too deep becomes a
 shell: its identity, its status if that is small, and under `UNREADABLE` a sentence for its owner.
 
-kopf gets a session in which that holds for what its watches read, and in which credentials stay current.
+kopf gets a session that applies this to its watches and keeps credentials current.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from tiercheck.protocol.plain_json import MOST_DEPTH, is_too_deep, parse_json
 from tiercheck_operator.model.parsing import UNREADABLE
 
 MOST_PAGE = 2 * 2**20
-"""Bytes of a page of a list with more than one object."""
+"""Bytes of a page of a list that has more than one object."""
 MOST_ANSWER = 12 * 2**20
-"""Bytes of any answer. An object has 1.5 MiB at most in etcd, and may have some times as many as JSON."""
+"""Bytes of any answer. An object has at most 1.5 MiB in etcd, and may be several times larger as JSON."""
 _MOST_JOB, _MOST_OTHER = 2**20, 4 * 2**20
-"""Bytes of memory. A job is kept for as long as it exists, others for a moment."""
+"""Bytes of memory. A job is kept as long as it exists, other objects only briefly."""
 _ANY = 2**62
 _VALUE_BYTES = 192
 """Bytes of memory for each value of a JSON text, at most: a dict with one key."""
 _LONGEST_ANNOTATION = 16 * 1024
-"""Characters. Longer ones are left out: nothing here reads one."""
+"""Characters. Longer annotations are dropped: nothing here reads them."""
 _MOST_NAME = 4 * 1024
 _KEPT_OF_SHELL = ("name", "namespace", "uid", "resourceVersion", "generation", "deletionTimestamp")
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _CUT = b'"%s"' % secrets.token_hex(16).encode()
-"""Stands for what is too deep. Nobody else can write it."""
+"""A random mark in place of content that is too deep. No object can contain it."""
 _PARTS = Decoder(dict[str, msgspec.Raw])
 _ITEMS = Decoder(list[msgspec.Raw])
 
 
 def most_of(path: str) -> int:
-    """Bytes of memory that an object read from this path of the API may take."""
+    """Returns the bytes of memory that an object from this API path may take."""
     if path.endswith("/customresourcedefinitions"):
-        return _ANY  # administrators write them, and kopf ends for want of their group
+        return _ANY  # administrators write them, and kopf ends without their group
     return _MOST_JOB if f"/{names.API_GROUP}/" in path else _MOST_OTHER
 
 
 def weigh(text: bytes) -> int:
-    """The most bytes of memory that a JSON text takes once it is decoded."""
+    """Returns an upper bound of the bytes of memory that a JSON text takes once decoded."""
     values = text.count(b",") + text.count(b"{") + text.count(b"[")
     wide = not text.isascii() or b"\\u" in text
     return _VALUE_BYTES * values + len(text) * (4 if wide else 1)
 
 
 def without_depth(text: bytes) -> bytes:
-    """The text with a mark in place of what is deeper than decoders can read."""
+    """Returns the text with a mark in place of content that is too deep for decoders."""
     if not is_too_deep(text):
         return text
     kept: list[bytes] = []
@@ -90,8 +90,9 @@ def without_depth(text: bytes) -> bytes:
 
 
 def read_object(text: bytes, most: int) -> dict[str, Any]:
-    """The object without who wrote which field, which is half of it and decides nothing; its shell if it is
-    too deep, or weighs more than `most`. Raises ValueError for what is no object."""
+    """Reads an object without managedFields, which are half of it and are not used.
+
+    Returns its shell if it is too deep or weighs more than `most`. Raises ValueError for other JSON."""
     try:
         return _read(without_depth(text), most)
     except msgspec.MsgspecError as error:
@@ -99,7 +100,7 @@ def read_object(text: bytes, most: int) -> dict[str, Any]:
 
 
 def read_answer(text: bytes, most: int) -> dict[str, Any]:
-    """A list with its objects as `read_object` reads them; else that object. Raises ValueError."""
+    """Reads a list of objects, each as by `read_object`, or one object. Raises ValueError."""
     try:
         text = without_depth(text)
         parts = _PARTS.decode(text)
@@ -113,8 +114,9 @@ def read_answer(text: bytes, most: int) -> dict[str, Any]:
 
 
 def read_event(line: bytes, most: int) -> bytes:
-    """An event of a watch with its object as `read_object` reads it. Any error, and what is no event, become
-    the one error after which a watch begins anew."""
+    """Reads a watch event, with its object as by `read_object`.
+
+    Errors and lines that are no event become the error (410) after which a watch lists again."""
     try:
         parts = _PARTS.decode(without_depth(line))
         kind = parse_json(bytes(parts["type"]))
@@ -158,7 +160,7 @@ def _read(text: bytes, most: int) -> dict[str, Any]:
 
 
 def _shell(parts: Mapping[str, msgspec.Raw], metadata: Mapping[str, msgspec.Raw], why: str) -> dict[str, Any]:
-    """Enough of an object to find it again and to tell its owner."""
+    """Returns enough of an object to identify it and to inform its owner."""
 
     def small(table: Mapping[str, msgspec.Raw], key: str, most: int = _MOST_NAME) -> Any:
         text = bytes(table[key])
@@ -175,14 +177,14 @@ def _shell(parts: Mapping[str, msgspec.Raw], metadata: Mapping[str, msgspec.Raw]
 
 
 _SHRINK = 8
-"""A page that is too large is asked for again with so many times fewer objects."""
+"""The factor by which a page that is too large is reduced for the next request."""
 _PIECE = 256 * 1024
 _LOG_IN_AGAIN = 1.0
-"""Seconds before a new session after one that the API server refused."""
+"""Seconds before each session but the first: the API server may have refused the last one."""
 
 
 class WatchSession:
-    """Makes sessions for kopf. One with an old TLS context closes itself, and kopf asks for another."""
+    """Makes sessions for kopf. One with an outdated TLS context closes itself; kopf requests another."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -212,7 +214,7 @@ class WatchSession:
 
 
 class _BoundedResponse(aiohttp.ClientResponse):
-    """What kopf reads of it was bounded before."""
+    """A response with a body that is already read within bounds."""
 
     answer: dict[str, Any] | None = None
 
@@ -221,11 +223,11 @@ class _BoundedResponse(aiohttp.ClientResponse):
 
 
 class _Pages:
-    """Reads what the API server answers, and asks for fewer objects at once where a page is too large."""
+    """Reads the API server's answers, and requests smaller pages where one is too large."""
 
     def __init__(self) -> None:
         self._limits: dict[str, int] = {}
-        """Objects of a page, by path, where fewer than kopf asks for are better."""
+        """The number of objects per page, by path, if less than kopf requests."""
 
     async def send(
         self, request: ClientRequest, handler: aiohttp.ClientHandlerType
@@ -254,7 +256,7 @@ class _Pages:
 
 
 async def _read_whole(response: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """None if it is longer."""
+    """Returns the body; None if it is longer than `most`."""
     found = bytearray()
     async for piece in response.content.iter_chunked(_PIECE):
         found += piece
@@ -265,7 +267,7 @@ async def _read_whole(response: aiohttp.ClientResponse, most: int) -> bytes | No
 
 
 def _read_or_fail(text: bytes, most: int) -> dict[str, Any]:
-    """Raises what makes kopf try again later: it would end the watch for anything else."""
+    """Reads an answer. Raises an error after which kopf retries: any other would end the watch."""
     try:
         return read_answer(text, most)
     except ValueError as error:
@@ -273,7 +275,7 @@ def _read_or_fail(text: bytes, most: int) -> dict[str, Any]:
 
 
 class _Lines:
-    """The content of a watch: whole lines, each an event that is no larger than it may be."""
+    """The content of a watch, in whole lines that are each an event of bounded size."""
 
     def __init__(self, content: aiohttp.StreamReader, most: int) -> None:
         self._content, self._most = content, most
@@ -293,25 +295,25 @@ class _Lines:
                 raise aiohttp.ClientPayloadError(f"one event has more than {MOST_ANSWER} bytes")
 
 
-# kopf reads service accounts and kubeconfigs. The kubernetes package, whose models and helpers nobody uses
-# here, would be a quarter of an idle operator's memory; it alone asks other programs for credentials, as some
-# kubeconfigs of people want.
+# kopf reads service accounts and kubeconfigs. The kubernetes package, with models and helpers that are not
+# used here, would be a quarter of an idle operator's memory. Only it supports kubeconfigs that run other
+# programs for credentials.
 
 log = logging.getLogger(__name__)
 
 _READ_EVERY = 10.0
-"""Seconds; a cluster's new authority, or a new token, is used that soon after the kubelet has written it."""
+"""Seconds until a new cluster authority or token is used after the kubelet has written it."""
 _FILES = ("ca_path", "certificate_path", "private_key_path")
 _CONNECTIONS = 20
-"""As many as there are threads that call: eight of each client, and the election's."""
+"""The number of connections, one per calling thread: eight of each client, and the election's."""
 _RETRIES = urllib3.Retry(
     total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
 )
-"""Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
+"""The retries within urllib3: only a failed connect, at once; never a write that timed out."""
 
 
 def log_in() -> kopf.ConnectionInfo:
-    """From the service account if there is one, else $KUBECONFIG or ~/.kube/config. Raises LoginError."""
+    """Reads the service account, or else $KUBECONFIG or ~/.kube/config. Raises LoginError."""
     settings = kopf.OperatorSettings()
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
     found = kopf.login_with_service_account(settings=settings) if host and port else None
@@ -324,7 +326,7 @@ def log_in() -> kopf.ConnectionInfo:
 
 
 class Access:
-    """What `log_in` says, read again now and then. Safe for use by several threads."""
+    """Holds the result of `log_in`, and rereads it regularly. Thread-safe."""
 
     def __init__(self, read: Callable[[], kopf.ConnectionInfo] = log_in) -> None:
         self._read = read
@@ -334,7 +336,7 @@ class Access:
         self._proof, self._tls, self._pool = _trust_of(self._known)
 
     def info(self) -> kopf.ConnectionInfo:
-        """As it is now; what cannot be read is as it was."""
+        """Returns the current login; if it cannot be read, the last one."""
         with self._lock:
             if time.monotonic() - self._read_at > _READ_EVERY:
                 self._read_at = time.monotonic()
@@ -348,29 +350,29 @@ class Access:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """Another one once an authority or a certificate has changed; None: the server speaks plain HTTP."""
+        """The TLS context, replaced when an authority or certificate changes; None: plain HTTP."""
         self.info()
         return self._tls
 
     def pool(self) -> urllib3.PoolManager:
-        """By the TLS context of now: connections of an old one trust an authority that may be gone."""
+        """Returns connections with the current TLS context: an old one may accept a revoked authority."""
         self.info()
         return self._pool
 
     def headers(self) -> Mapping[str, str]:
-        """Who we are."""
+        """Returns the headers that authenticate the operator."""
         return self.info().as_http_headers()
 
 
 def _trust_of(info: kopf.ConnectionInfo) -> tuple[object, ssl.SSLContext | None, urllib3.PoolManager]:
-    """The proofs of both sides, and TLS and connections made of them. Raises OSError, ValueError."""
+    """Returns the key material of a login, its TLS context and a pool. Raises OSError, ValueError."""
     proof = _contents(info)
     tls = info.as_ssl_context() if info.server.startswith("https:") else None
     return proof, tls, urllib3.PoolManager(maxsize=_CONNECTIONS, retries=_RETRIES, ssl_context=tls)
 
 
 def _contents(info: kopf.ConnectionInfo) -> object:
-    """The files that a TLS context is made of have the same names for ever."""
+    """Returns the contents of the TLS files, because their names do not change on renewal."""
     paths = [getattr(info, name) for name in _FILES]
     return (
         [Path(os.fsdecode(path)).read_bytes() for path in paths if path],

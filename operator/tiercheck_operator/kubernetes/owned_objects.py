@@ -1,6 +1,6 @@
-"""Reads and makes what a job owns, and remembers what jobs have to know of the cluster.
+"""Reads and creates the objects that a job owns, and caches facts about the cluster.
 
-A job owns its Service, Secret and placement ConfigMap; each is made when it is missing.
+A job owns its Service, Secret and placement ConfigMap; each is created when it is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Belongings:
-    """Of one job. `refresh` asks the API server; every method raises ApiFailure."""
+    """The objects of one job, read by `refresh`. Methods raise ApiFailure, except those for the budget."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -61,25 +61,24 @@ class Belongings:
         self.gang_problem = ""
 
     async def refresh(self, job: JobView) -> None:
-        """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever
-        becomes of the Secret."""
+        """Reads the existing objects. Known credentials stay: sidecars use them even without the Secret."""
         secret = await self._own(SECRETS, owned.credentials_name(job), job)
         self.have_secret = secret is not None
         self.credentials = _parsed(job, secret, parse_secret) or self.credentials
         self.have_service = await self._own(SERVICES, owned.service_name(job), job) is not None
         saved = await self._own(CONFIG_MAPS, placement_name(job.name), job)
         self.placement = _parsed(job, saved, parse_placement)
-        self.gang_problem = ""  # worth another try
+        self.gang_problem = ""  # it is tried again
         if job.spec.attach is None:
             await self._refresh_budget(job)
 
     async def _own(self, resource: ApiResource, name: str, job: JobView) -> dict[str, Any] | None:
-        """The object if it is the job's: one created again must not take over what its namesake left."""
+        """Returns the object if it is this job's, and not a former job's of the same name."""
         found = await self._kube.find(resource, job.namespace, name)
         return found if found is not None and _owned_by(found, job) else None
 
     async def _refresh_budget(self, job: JobView) -> None:
-        """A budget is worth having, and worth no failure."""
+        """Reads the budget. A refusal is no failure, because the job can run without."""
         self.budget, self.budget_problem = None, ""
         try:
             found = await self._kube.find(DISRUPTION_BUDGETS, job.namespace, job.name)
@@ -90,13 +89,14 @@ class Belongings:
             return
         if found is not None and _owned_by(found, job):
             wanted = (found.get("spec") or {}).get("minAvailable")
-            self.budget = wanted if isinstance(wanted, int) else -1  # which nobody wants
+            self.budget = wanted if isinstance(wanted, int) else -1  # a value that is never required
         elif found is not None:
             self._no_budget(job, "is not this job's; remove or rename it")
 
     async def ensure_gang(self, job: JobView) -> None:
-        """Raises ApiFailure if the server did not answer; what it refuses is said by `gang_problem` until the
-        next `refresh`."""
+        """Creates the PodGroup. `gang_problem` has a refusal's reason until the next `refresh`.
+
+        Raises ApiFailure if the server did not answer."""
         if self.gang_problem or job.spec.gang is None:
             return
         kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
@@ -113,7 +113,7 @@ class Belongings:
                     )
                 elif body["spec"].items() <= (found.get("spec") or {}).items():
                     self.have_gang = True
-                else:  # of another size, from before a suspension that we did not see the end of
+                else:  # of another size, from before a suspension that was not seen to end
                     await self.remove_gang(job)
             elif error.not_found:
                 self.gang_problem = (
@@ -134,7 +134,7 @@ class Belongings:
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
-        """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
+        """Writes the budget. Never raises: `budget_problem` has the error; the next `refresh` rereads it."""
         if self.budget_problem:
             return
         body = build_budget(job, min_available)
@@ -155,7 +155,7 @@ class Belongings:
                         await self._refresh_budget(job)
 
     async def remove_budget(self, job: JobView) -> None:
-        """As `ensure_budget`."""
+        """Deletes the budget. Never raises."""
         try:
             await self._kube.delete(DISRUPTION_BUDGETS, job.namespace, job.name)
             self.budget = None
@@ -187,8 +187,9 @@ class Belongings:
         self.placement = placement
 
     async def _create(self, resource: ApiResource, body: dict[str, Any], job: JobView) -> bool:
-        """False: the job has it already. One of a job of the same name that was just deleted goes with that;
-        or it is a person's."""
+        """Creates an object; False if the job has it already. Raises ApiFailure if it is not this job's.
+
+        Then it disappears with a deleted job of the same name, or a user created it."""
         name = body["metadata"]["name"]
         try:
             await self._kube.create(resource, job.namespace, body)
@@ -204,13 +205,13 @@ class Belongings:
 
 
 def pod_groups(scheduler: str) -> ApiResource:
-    """That a scheduler with gangs, as the job names it, knows."""
+    """Returns the PodGroup resource of a gang scheduler, by its name in the job."""
     kind = GANGS[scheduler]
     return ApiResource(f"{kind.group}/{kind.version}", "podgroups")
 
 
 def _parsed(job: JobView, raw: dict[str, Any] | None, parse: Callable[[dict[str, Any]], T]) -> T | None:
-    """None, and a line in the log, where it makes no sense."""
+    """Parses an object; None, with a line in the log, if it is invalid."""
     if raw is None:
         return None
     try:
@@ -227,19 +228,20 @@ def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
     return any(owner.get("uid") == job.uid for owner in owners or [])
 
 
-# What the operator makes for itself belongs to its Deployment, so that Kubernetes removes it when the
-# operator is uninstalled. The reference is set when such a thing is made, and never changed: to change one,
-# an account must be allowed to delete the thing.
+# Objects that the operator creates for itself belong to its Deployment, so that Kubernetes removes them when
+# the operator is uninstalled. The reference is set at creation and never changed: to change it, an account
+# must be allowed to delete the object.
 #
-# Clusters that share a bucket know each other by the UID of the namespace kube-system, which lives as long
-# as its cluster does.
+# Clusters that share a bucket are distinguished by the UID of the namespace kube-system, which lives as long
+# as its cluster.
 
 DEPLOYMENTS = ApiResource("apps/v1", "deployments")
 
 
 def belonging(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
-    """To be merged into an object's metadata; nothing without that Deployment, as for one started by hand, or
-    without the right to read it. Raises ApiFailure."""
+    """Returns metadata with an owner reference to the operator's Deployment. Raises ApiFailure.
+
+    Empty without that Deployment, as for an operator started by hand, or without the right to read it."""
     try:
         deployment = server.find(DEPLOYMENTS, namespace, name)
     except ApiFailure as error:
@@ -253,7 +255,7 @@ def belonging(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
 
 
 class ClusterIdentity:
-    """Asked for when a pod is made, and remembered."""
+    """The cluster's UID, read when a pod is first built and then cached."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -261,7 +263,7 @@ class ClusterIdentity:
         self._warned = False
 
     async def uid(self) -> str:
-        """Empty if this operator may not know it. Raises ApiFailure if the server does not answer."""
+        """Returns the UID; empty without the right to read it. Raises ApiFailure if there is no answer."""
         if not self._uid:
             try:
                 found = await self._kube.find(NAMESPACES, None, "kube-system") or {}
@@ -281,14 +283,14 @@ class ClusterIdentity:
 
 
 class NodeLeases:
-    """Of one cluster. Times are unix seconds by the operator's clock."""
+    """The kubelets' leases. Times are unix seconds by the operator's clock."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._seen: dict[str, tuple[str, float]] = {}
 
     async def heard(self, nodes: Iterable[str], now: float) -> dict[str, float]:
-        """When each was heard of last; without those whose lease cannot be read."""
+        """Returns when each node's lease last changed; without nodes that have no readable lease."""
         found: dict[str, float] = {}
         for node in nodes:
             try:
@@ -297,7 +299,7 @@ class NodeLeases:
                 continue
             renewed = str(((raw or {}).get("spec") or {}).get("renewTime") or "")
             before = self._seen.get(node)
-            if before is None:  # by the node's clock, until it is seen to change
+            if before is None:  # by the node's clock until it is seen to change
                 self._seen[node] = (renewed, min(parse_time(renewed) or 0.0, now))
             elif before[0] != renewed:
                 self._seen[node] = (renewed, now)
@@ -309,11 +311,11 @@ class NodeLeases:
 _TOPOLOGIES = [
     ApiResource(f"kueue.x-k8s.io/{version}", "topologies", False) for version in ("v1beta2", "v1beta1")
 ]
-"""Newest first. A server that serves neither answers 404 to both."""
+"""The versions of the resource, newest first. A server that serves neither answers 404 to both."""
 
 
 class TopologySource:
-    """Of one job. Levels of a Topology never change (to Kueue immutable), so once found they are kept."""
+    """Finds a job's Kueue Topology. Its levels are immutable in Kueue, so they are cached."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -321,7 +323,7 @@ class TopologySource:
         self._levels: tuple[dict[str, str], ...] = ()
 
     async def resolve(self, job: JobView) -> JobView:
-        """The job with levels, or with `topology_problem` and the host as the only one."""
+        """Returns the job with levels, or with `topology_problem` and the host as the only level."""
         name = job.spec.kueue_topology
         if name is None:
             return job

@@ -1,10 +1,10 @@
-"""Keeps what the watches have shown, and leaves out objects that make no sense.
+"""Caches the objects that the watches have shown, and skips invalid ones.
 
-kopf's own indexes keep an object whose deletion fell between two watches: after a 410 Gone it lists anew, and
-says nothing of what is not there any more. So a listing of names and versions, now and then and after each
-new list, tells what is gone, and whether a watch is stale.
+kopf's own indexes keep an object that was deleted between two watches: after a 410 Gone it lists again, and
+does not report objects that have disappeared. So a listing of names and versions, regularly and after each
+new list, finds vanished objects and stale watches.
 
-One object that nobody can make sense of must not take the operator down for all others. It is told of once.
+One invalid object must not take the operator down for all others. It is logged once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REMEMBERED = 1000
-"""Objects that were complained of; of more at once, some are complained of again."""
+"""The number of invalid objects that are remembered; with more, some are logged again."""
 
 
 class Strange:
-    """What was left out so far."""
+    """Parses objects, and logs each invalid one once."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, None] = OrderedDict()
@@ -40,10 +40,10 @@ class Strange:
     def parse_or_none(
         self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]
     ) -> T | None:
-        """`parse` of an object as the API server holds it; None where it raises, whatever it raises."""
+        """Parses an object with `parse`; returns None if that raises any exception."""
         try:
             return parse(raw)
-        except Exception as error:  # what others wrote is no bug of ours, however deep it is nested
+        except Exception as error:  # foreign data is not a bug here, however deeply nested
             metadata = raw["metadata"]
             uid = str(metadata["uid"])
             if uid not in self._told:
@@ -70,34 +70,34 @@ def version_in(raw: Mapping[str, Any]) -> int:
 
 
 def copy_of_job(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as it is kept, once it was read by `object_reader`."""
+    """Copies a job, as read by `object_reader`, for the cache."""
     found: dict[str, Any] = _copy(dict(raw))
     return found
 
 
 def _copy(value: Any) -> Any:
-    """Names of fields are one string for all jobs: they are most of what a parsed object takes."""
+    """Copies a value with interned field names: they are most of the memory of a parsed object."""
     if isinstance(value, dict):
         return {sys.intern(key): _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 class Watched(Generic[V]):
-    """The objects of one kind, by UID. Only ever touched by the event loop's thread."""
+    """The objects of one kind, by UID. Only the event loop's thread may use it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, V]] = {}
-        """Version and view."""
+        """The version and view by UID."""
 
     def put(self, uid: str, version: int, view: V) -> V | None:
-        """What was known of the object before. An older version than that changes nothing."""
+        """Stores a view, unless a newer version is known. Returns the object's view before."""
         before = self._seen.get(uid)
         if before is None or before[0] <= version:
             self._seen[uid] = version, view
         return before[1] if before is not None else None
 
     def drop(self, uid: str) -> V | None:
-        """The object is gone; what was known of it."""
+        """Removes an object that is gone, and returns its view."""
         known = self._seen.pop(uid, None)
         return known[1] if known is not None else None
 
@@ -114,10 +114,10 @@ class Watched(Generic[V]):
     def compare(
         self, before: frozenset[str], listed: Mapping[str, int]
     ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-        """With a complete listing, UID to version, asked for when `before` had been seen.
+        """Compares with a complete listing, UID to version, that was requested when `before` had been seen.
 
-        Returns the UIDs of what was seen and is gone for sure, and UID to version of what is there and was
-        not seen, or not in this version: the watch is late or deaf.
+        Returns the UIDs of objects that are certainly gone, and UID to version of objects that exist and were
+        not seen in this version, because the watch is late or stale.
         """
         unseen = {
             uid: version
@@ -128,8 +128,9 @@ class Watched(Generic[V]):
 
 
 def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
-    """`pod` with when its kubelet's last word about each container was first heard, and its node, or that
-    none was found, was seen. Clocks of others may be wrong; ours is one."""
+    """Returns `pod` with the times of its last changes by the operator's clock: others may be wrong.
+
+    Dated are the containers' states, the node, the lack of a node, and the recreation of the sandbox."""
 
     def since(moment: str, there: bool) -> float | None:
         before: float | None = getattr(known, moment, None)
@@ -152,10 +153,9 @@ def _dated(container: ContainerView, known: ContainerView | None, now: float) ->
 
 
 class ClusterView:
-    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something
-    changed.
+    """Indexes pods by job and nodes by name for decisions; the indexes are only rebuilt after changes.
 
-    A view of None: an object that makes no sense, which belongs to nobody.
+    A view of None stands for an invalid object, which belongs to no job.
     """
 
     def __init__(self) -> None:
@@ -165,8 +165,7 @@ class ClusterView:
         self._by_name: Mapping[str, NodeView] | None = None
 
     def pods_of(self, namespace: str, job_uid: str) -> Iterable[PodView]:
-        """Of the job that its pods know by this UID, in its own namespace: what others elsewhere say about
-        themselves counts for nothing."""
+        """Returns the job's pods in its own namespace; labels on pods of other namespaces have no effect."""
         return list(self._by_job.get((namespace, job_uid), {}).values())
 
     def all_nodes(self) -> Mapping[str, NodeView]:
@@ -196,7 +195,7 @@ class ClusterView:
             self._by_job.pop(_job_of(pod), None)
 
     def put_node(self, uid: str, node: NodeView | None, version: int) -> bool:
-        """Whether anything that decisions look at has changed: heartbeats change a node every few seconds."""
+        """Stores a node. Returns whether its view changed: heartbeats, every few seconds, do not count."""
         changed = self.nodes.put(uid, version, node) != self.nodes.get(uid)
         if changed:
             self._by_name = None
@@ -211,20 +210,21 @@ def _job_of(pod: PodView) -> tuple[str, str]:
     return pod.namespace, pod.job_uid
 
 
-# Deletions between two watches are made up for. A stale watch, an API server that cannot be reached for
-# minutes, or a look that does not end, makes `/healthz` say no, and Kubernetes starts the process anew. A
-# stuck event loop answers nothing at all, which is as good.
+# A listing also finds deletions between two watches. A stale watch, an API server that is unreachable for
+# minutes, or a stuck reconcile makes `/healthz` fail, and Kubernetes restarts the process. A stuck event loop
+# does not answer at all, which has the same effect.
 
 _GRACES = 5
-"""Times the grace of a watch until a process that can list nothing is started anew. A server may be away for
-as long as a control plane takes to start."""
+"""Multiples of a watch's grace after which a process that cannot list is restarted.
+
+Leaves time for a control plane to start."""
 _SETTLE = 1.0
-"""Seconds after a watch began to list, before we list for ourselves."""
+"""Seconds between the start of a watch's listing and the operator's own listing."""
 
 
 @dataclass(frozen=True)
 class WatchedKind:
-    """How a kind is listed, what is known of it, and what to do if an object has changed or a UID is gone."""
+    """A kind's listing, its known objects, and the callbacks for changed objects and vanished UIDs."""
 
     resource: ApiResource
     query: str
@@ -234,7 +234,7 @@ class WatchedKind:
 
 
 class Resync:
-    """Every `every` seconds, and soon after a watch had to list anew. `grace` as in Hearing."""
+    """Compares listings every `every` seconds and after each watch restart. `grace` is that of a watch."""
 
     def __init__(
         self,
@@ -250,11 +250,11 @@ class Resync:
         self._compared: set[str] = set()
         self._due = asyncio.Event()
         self.seen_all = asyncio.Event()
-        """Set as soon as all that there was when the watches began has been seen."""
+        """Set once everything that existed when the watches began has been seen."""
 
     @property
     def complete(self) -> bool:
-        """Whether everything that there was at the last look has been seen."""
+        """Returns whether everything in the last listings has been seen."""
         return self._compared == set(self._kinds) and all(
             hearing.complete for hearing in self._hearing.values()
         )
@@ -264,14 +264,14 @@ class Resync:
         return [hearing.trouble(now) for hearing in self._hearing.values()]
 
     def heard(self, kind: str, uid: str, version: int, *, listed: bool) -> None:
-        """By the watch; `listed`: as part of a list, which says nothing of what is gone."""
+        """Notes an object from the watch; `listed`: from a list, which does not show deletions."""
         self._hearing[kind].heard(uid, version)
         self._look_whether_all_is_seen()
         if listed:
             self._due.set()
 
     async def run(self, began: asyncio.Event) -> None:
-        """For ever, from when the watches have begun."""
+        """Runs forever once the watches have begun."""
         await began.wait()
         while True:
             self._due.clear()
@@ -314,22 +314,22 @@ class Resync:
 
 
 class Hearing:
-    """Judges the watch of one kind by what listings show and it does not. `grace`: seconds it may be late."""
+    """Detects a stale watch by objects that only listings show. `grace`: seconds that it may lag."""
 
     def __init__(self, kind: str, grace: float) -> None:
         self.kind, self._grace = kind, grace
         self._missed: dict[str, tuple[int, float]] = {}
-        """UID to the version that is being missed, and since when."""
+        """UID to the version that the watch has not shown, and the time since then."""
         self._listed_at: float | None = None
-        """When a listing last succeeded, or was first asked about."""
+        """The time of the last successful listing, or of the first call of `trouble`."""
 
     def compared(self, unseen: Mapping[str, int], now: float) -> None:
-        """The outcome of a listing at `now`: UID to version of what the watch has not shown."""
+        """Notes the result of a listing at `now`: UID to version of objects that the watch has not shown."""
         self._listed_at = now
         self._missed = {uid: self._missed.get(uid, (version, now)) for uid, version in unseen.items()}
 
     def heard(self, uid: str, version: int) -> None:
-        """By the watch."""
+        """Notes an object that the watch showed."""
         missed = self._missed.get(uid)
         if missed is not None and missed[0] <= version:
             del self._missed[uid]
@@ -339,11 +339,11 @@ class Hearing:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the last listing showed has been heard of."""
+        """Returns whether the watch has shown everything in the last listing."""
         return not self._missed
 
     def trouble(self, now: float) -> str:
-        """A sentence; empty: none."""
+        """Returns the problem as a sentence; empty: none."""
         if self._listed_at is None:
             self._listed_at = now
         if now - self._listed_at > _GRACES * self._grace:
@@ -358,8 +358,7 @@ class Hearing:
 
 
 def stuck(begun: Mapping[str, float], now: float, limit: float) -> str:
-    """Of jobs (by name) whose reconcile began at a time and has not ended; empty: none for longer than
-    `limit` seconds."""
+    """Returns a sentence about reconciles, begun at times by job, that last longer than `limit` seconds."""
     late = {name: now - since for name, since in begun.items() if now - since > limit}
     if not late:
         return ""

@@ -1,1 +1,1 @@
-"""What a job owns in the cluster, as pure functions from its spec to Kubernetes objects."""
+"""Builds the Kubernetes objects of a job, with pure functions of its spec."""

@@ -1,16 +1,16 @@
-"""The objects that a job owns beside its pods, and what finds them and takes them along.
+"""Builds the objects that a job owns beside its pods, with their labels and owner references.
 
-The headless Service gives pods DNS names while they still restore, hence not-ready addresses too. The Secret
-proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar does. The ConfigMap
-says who keeps whose copies or parity.
+The headless Service gives pods DNS names while they still restore, so it publishes not-ready addresses too.
+The Secret authenticates callers to the job's sidecars, and the sidecars to their callers. The ConfigMap lists
+the holders of each worker's copies or parity.
 
-The PodDisruptionBudget counts workers only: a spare holds nothing that training needs now. Unhealthy pods may
-always be evicted: they are no use to the job, and a node must not be kept by a pod that never comes up.
+The PodDisruptionBudget counts workers only: training does not depend on a spare. Unhealthy pods may always be
+evicted: the job has no use for them, and a pod that never starts must not block a node drain.
 
-By the PodGroup a scheduler places all workers or none. Spares and replacements belong to the gang like the
-first pods. So whoever comes later finds the others counted (schedulers count members that run), and a single
-replacement is enough to make the gang whole again; pods outside of it would be missed one day. Sources:
-volcano.sh `apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes' PodGroup API.
+With the PodGroup a scheduler places all workers or none. Spares and replacements are members of the gang as
+the first pods are. Schedulers count running members, so a single replacement is enough to complete the gang
+again; with pods outside of it, members would be missing later. Sources: volcano.sh
+`apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes' PodGroup API.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPERATOR_KEY = "operator.key"
 
 
 def metadata(job: JobView, name: str) -> dict[str, Any]:
-    """Object metadata with labels and the controller reference; deleting the job deletes the object."""
+    """Returns metadata with labels and the controller reference; deleting the job deletes the object."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -56,7 +56,7 @@ def metadata(job: JobView, name: str) -> dict[str, Any]:
 
 
 def service_name(job: JobView) -> str:
-    """Also the subdomain of the pods."""
+    """Returns the name of the Service, which is also the pods' subdomain."""
     return job.name
 
 
@@ -65,7 +65,7 @@ def credentials_name(job: JobView) -> str:
 
 
 def spare_name(job: JobView, number: int) -> str:
-    """No worker's pod has such a name, because their second part is a number."""
+    """Returns a spare's pod name. No worker's pod has such a name, because a number follows the job's."""
     return f"{job.name}-spare-{number}"
 
 
@@ -90,14 +90,14 @@ def build_service(job: JobView) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Credentials:
-    """PEM texts, the bearer token and the operator's keys of one job. Made once by `credentials.issue`."""
+    """PEM texts, bearer token and operator keys of one job. Made once by `certificates.issue`."""
 
     ca: bytes
     certificate: bytes
     key: bytes
     token: str
     operator_key: bytes
-    """Ed25519, private, 32 bytes."""
+    """The private Ed25519 key, 32 bytes."""
     operator_public: bytes
 
 
@@ -115,7 +115,7 @@ def build_secret(job: JobView, credentials: Credentials) -> dict[str, Any]:
 
 
 def parse_secret(secret: dict[str, Any]) -> Credentials:
-    """Raises ValueError if a part is missing or not base64."""
+    """Parses the Secret. Raises ValueError if a part is missing or not base64."""
     data = secret.get("data") or {}
     try:
         parts = {
@@ -137,12 +137,12 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
 
 
 def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
-    """`data` as `model.saved_placement` writes it."""
+    """Builds the placement ConfigMap, with `data` from `model.saved_placement`."""
     return _owned("v1", "ConfigMap", job, placement_name(job.name), data=placement_data(placement))
 
 
 def parse_placement(raw: Mapping[str, Any]) -> SavedPlacement:
-    """Raises ValueError if it was not made by `build_placement`."""
+    """Parses the ConfigMap of `build_placement`. Raises ValueError for any other."""
     return read_placement_data(raw.get("data") or {})
 
 
@@ -160,21 +160,21 @@ def build_budget(job: JobView, min_available: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GangKind:
-    """One scheduler's way."""
+    """The conventions of one gang scheduler to identify the group of a pod."""
 
     group: str
     version: str
     annotation: str = ""
-    """Of pods; its value is the group's name."""
+    """Annotation of pods with the group's name as value."""
     label: str = ""
     scheduler: str = ""
-    """schedulerName, if the template has none."""
+    """The schedulerName of pods if the template has none."""
     in_core: bool = False
-    """The pod names the group in spec.schedulingGroup, and the least number lies in spec.schedulingPolicy."""
+    """True if pods name the group in spec.schedulingGroup, and it has spec.schedulingPolicy."""
 
     @property
     def served(self) -> str:
-        """As in `kubectl api-resources`."""
+        """Returns the resource's name as in `kubectl api-resources`."""
         return f"podgroups.{self.group}/{self.version}"
 
 
@@ -185,11 +185,11 @@ GANGS = {
     "Coscheduling": GangKind("scheduling.x-k8s.io", "v1alpha1", label="scheduling.x-k8s.io/pod-group"),
     "Workload": GangKind("scheduling.k8s.io", "v1alpha2", in_core=True),
 }
-"""By spec.gang.scheduler."""
+"""The supported gang schedulers, by spec.gang.scheduler."""
 
 
 def build_gang(job: JobView) -> dict[str, Any]:
-    """The PodGroup. Raises KeyError if the job wants none."""
+    """Builds the PodGroup. Raises KeyError if the job has no gang scheduler."""
     kind = GANGS[job.spec.gang or ""]
     spec: dict[str, Any] = {"minMember": job.spec.workers}
     if kind.in_core:
@@ -202,7 +202,7 @@ def build_gang(job: JobView) -> dict[str, Any]:
 
 
 def join_gang(job: JobView, metadata: dict[str, Any], spec: dict[str, Any]) -> None:
-    """Make a pod of these one of the job's gang, if it has one."""
+    """Adds a pod, given by its metadata and spec, to the job's gang, if there is one."""
     if job.spec.gang is None:
         return
     kind, name = GANGS[job.spec.gang], job.name

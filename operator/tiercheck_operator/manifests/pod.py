@@ -1,8 +1,8 @@
-"""Builds the pod of a worker or a spare: the user's template with our sidecar and launcher.
+"""Builds the pod of a worker or a spare: the user's template with sidecar and launcher.
 
-The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives
-it, and its restart does not restart the trainer. The trainer's image is left as it is: the library comes by a
-volume.
+The sidecar is a native one (init container with restartPolicy Always): it starts before the trainer, outlives
+it, and its restart does not restart the trainer. The trainer's image is unchanged: a volume provides the
+library.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
-"""Shared by sidecar and trainer through fsGroup: both may write the memory volume, whatever their users."""
+"""Group ID of the fsGroup: sidecar and trainer may both write the memory volume, whatever their users."""
 _GRACE = 30
-"""Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
+"""Seconds between SIGTERM and SIGKILL if the template sets none; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
-"""With a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may have to upload."""
+"""Seconds for the same with a remote tier: once trainers end, the sidecar may still have to upload."""
 
 _NODE_MEMORY = NodeMemory()
 
@@ -50,11 +50,11 @@ _RESTRICTED: dict[str, Any] = {
 
 
 class Unbuildable(ValueError):
-    """No pod can be made of the job's template; the message is a sentence."""
+    """Raised if no pod can be made of the job's template; the message is a sentence."""
 
 
 class _Hosts(NamedTuple):
-    """Host names."""
+    """Host names of nodes to avoid, to avoid if possible, and to prefer."""
 
     avoid: Sequence[str]
     unwelcome: Sequence[str]
@@ -72,10 +72,9 @@ def build_pod(
     unwelcome: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and
-    not onto `unwelcome` (host names).
+    """Builds the pod of `worker`. Raises Unbuildable.
 
-    Raises Unbuildable.
+    It is never scheduled onto `avoid_nodes`; if possible onto `prefer` and not onto `unwelcome` (host names).
     """
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name, ports = owned.pod_name(job, worker, incarnation), worker_ports(job.identity, worker, incarnation)
@@ -93,7 +92,7 @@ def build_spare(
     unwelcome: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """A pod like a worker's, but for the identity, which it is given later. Raises Unbuildable."""
+    """Builds a pod as a worker's, but without identity, which it gets later. Raises Unbuildable."""
     labels = {names.LABEL_SPARE: str(number)}
     name, ports = owned.spare_name(job, number), spare_ports(job.identity, number)
     place = _Hosts(avoid_nodes, unwelcome)
@@ -102,8 +101,9 @@ def build_spare(
 
 
 def unlike_a_pod(error: Exception) -> str:
-    """What to say of a template with a field of another type than a Pod's, by what that led to. The schema
-    leaves most types to Kubernetes."""
+    """Returns the message for `error`, caused by a template field of another type than a Pod's.
+
+    The CRD's schema does not check most types."""
     return (
         f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
         "compare the types of its fields with those of a Pod (kubectl explain pod.spec)"
@@ -111,7 +111,7 @@ def unlike_a_pod(error: Exception) -> str:
 
 
 def unbuildable(job: JobView) -> str:
-    """Why no pod can be made of the template: a sentence, or the empty string."""
+    """Returns why no pod can be made of the template, as a sentence; empty: one can."""
     try:
         build_pod(job, 0, 0, ["one"], "sidecar", prefer="another", unwelcome=["a third"])
     except Unbuildable as error:
@@ -137,8 +137,9 @@ def _made(
     image: str,
     node_memory: NodeMemory,
 ) -> dict[str, Any]:
-    """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if
-    that is where the pod is."""
+    """Builds a pod. `worker`: its value in the containers' environment.
+
+    `ports`: the first of the sidecar's ports if the pod is in its node's network."""
     spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
@@ -179,9 +180,10 @@ def equip(
     host_ports: int,
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> None:
-    """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the
-    container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod is in its
-    node's network."""
+    """Adds to `spec`, any PodSpec, everything that makes it the pod of a worker.
+
+    `trainer`: the container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod
+    is in its node's network."""
     shares = share_out(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
@@ -277,7 +279,7 @@ def _trainer(job: JobView, worker: str, container: Mapping[str, Any]) -> dict[st
     ]  # fmt: skip
     wrapped.pop("args", None)
     identity = _identity(job, worker)
-    # A variable that is set here hides the one of the image or of envFrom, so all of these are ours by name.
+    # These override variables of the same name from the template, the image or envFrom.
     ours = {entry["name"] for entry in identity}
     theirs = [entry for entry in container.get("env") or [] if entry.get("name") not in ours]
     wrapped["env"] = [*identity, *theirs]
@@ -315,7 +317,7 @@ def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
             "secret": {
                 "secretName": owned.credentials_name(job),
                 "defaultMode": 0o440,
-                # Not the operator's key: who takes a sidecar over shall not speak for the operator.
+                # Without the operator's key: a compromised sidecar must not be able to sign as the operator.
                 "items": [{"key": key, "path": key} for key in owned.SIDECAR_CREDENTIALS],
             },
         },
@@ -333,8 +335,7 @@ def _pod_security(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _security(spec: Mapping[str, Any]) -> dict[str, Any]:
-    # A pod that runs as root would make runAsNonRoot refuse our containers, so they name a user of their own
-    # then.
+    # In a pod that runs as root, runAsNonRoot would refuse our containers, so they set a user of their own.
     if (spec.get("securityContext") or {}).get("runAsUser") == 0:
         return {**_RESTRICTED, "runAsUser": GROUP}
     return dict(_RESTRICTED)
@@ -350,11 +351,11 @@ def _probe(path: str, port: int, period: int, failures: int) -> dict[str, Any]:
 
 
 def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
-    """Workers in equal numbers over the spread level's domains and over nodes, as far as there is room.
+    """Returns constraints that spread workers evenly over domains and nodes, as far as there is room.
 
-    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost
-    pod was, and spares are not counted. A spare counts both, so that it stands where workers and other spares
-    are fewest.
+    Holders are in other domains, which is impossible for all workers of a domain with more than half of them.
+    So a replacement belongs where the lost pod was, and spares are not counted. A spare's constraints count
+    both, so that it is placed where workers and other spares are fewest.
     """
     selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.identity}}
     if not spare:

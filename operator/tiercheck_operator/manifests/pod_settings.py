@@ -1,14 +1,14 @@
-"""What spec and labels of a job change in each of its pods: network, image pulls, remote, node memory.
+"""Applies a job's settings to its pods: host network, image pulls, remote tier and node memory.
 
-Pods in their node's network have ports of their own, because all pods of a node have one address there. The
-ports are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never
-do, as far as they fit.
+Pods in their node's network have ports of their own, because all pods of a node share one address there. The
+ports are declared, so the scheduler separates pods that happen to have the same. Workers of one job have
+different ones as long as these suffice.
 
-The pull settings of other people's pods are for their image, so ours brings its own.
+The pull settings of attached pods are for the user's image, so the sidecar's image has its own.
 
-The kubelet makes the job's folder on a tmpfs of the node for root alone, and fsGroup does not reach it. So an
-init container prepares it as root, with no capability: as the folder's owner it may open it for the sidecars,
-whoever they run as.
+The kubelet creates the job's folder on a tmpfs of the node for root only, and fsGroup does not apply to it.
+So an init container prepares it as root, without capabilities: as the folder's owner it may make it
+accessible to the sidecars, whatever user they run as.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from tiercheck.protocol import names
 from tiercheck_operator.model.observed import JobView
 
 _FIRST, _EACH, _PLACES = 12000, 3, 2666
-"""Below the ports of rendezvous (20000), of NodePorts (30000) and of outgoing connections (32768)."""
+"""The first port, ports per pod, and number of pods that fit.
+
+Below the ports of rendezvous (20000), NodePorts (30000) and outgoing connections (32768)."""
 _LIVES = 101
-"""Places between a pod and the next one of the same worker, which may meet the old one on the same node."""
+"""The offset of a worker's next pod, which may run on the same node as the old one."""
 _SPARES = 1333
 
 
 def worker_ports(job_uid: str, worker: int, incarnation: int = 0) -> int:
-    """The first of a worker's ports."""
+    """Returns the first of a worker's ports."""
     return _place(job_uid, worker + _LIVES * incarnation)
 
 
 def spare_ports(job_uid: str, number: int) -> int:
-    """The first of a spare's ports."""
+    """Returns the first of a spare's ports."""
     return _place(job_uid, _SPARES + number)
 
 
 def resolve_cluster_names(spec: dict[str, Any]) -> None:
-    """A pod in the host's network has the node's DNS unless it asks for the cluster's, where S3 may be."""
+    """Requests cluster DNS, which S3 may need, for a pod in the host's network; the default is the node's."""
     if is_on_host(spec):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
 
@@ -59,10 +61,9 @@ _OURS = (names.LIBRARY_CONTAINER, names.SIDECAR_CONTAINER)
 
 
 def with_pull_settings(pod: Mapping[str, Any], policy: str, secrets: Sequence[str]) -> dict[str, Any]:
-    """The pod with `policy` (empty: the cluster's default) for our containers, and `secrets` beside the pull
-    secrets it has.
+    """Returns the pod with pull `policy` (empty: the default) for our containers, and with pull `secrets`.
 
-    Secrets that the pod's namespace does not have are ignored by Kubernetes.
+    Kubernetes ignores Secrets that the pod's namespace does not have.
     """
     spec = dict(pod["spec"])
     if policy:
@@ -84,11 +85,11 @@ AUTHORITIES_DIR = "/tiercheck/remote-authorities"
 AUTHORITIES_VOLUME = "tiercheck-remote-authorities"
 _REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _OF_THE_POD = ("credentialsSecretName", "caBundleConfigMap")
-"""What the pod gives to its sidecar otherwise. All other fields of tiers.remote.s3 go there as they are."""
+"""Fields of tiers.remote.s3 that reach the sidecar by other means; all others are passed unchanged."""
 
 
 def remote_environment(job: JobView) -> str | None:
-    """JSON for TIERCHECK_REMOTE, or None without a remote tier. The sidecar adds the job's own folder."""
+    """Returns the JSON of TIERCHECK_REMOTE; None without a remote tier. The sidecar adds the job's folder."""
     remote = job.spec.remote
     if not remote:
         return None
@@ -106,9 +107,9 @@ def remote_environment(job: JobView) -> str | None:
 
 
 def remote_volumes(job: JobView) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What `remote` brings into the sidecar: volumes, each with its mount but for the name.
+    """Returns the volumes for the remote tier, each with its mount without the name.
 
-    A ConfigMap or Secret may be missing: a condition must name it, not a pod that never starts.
+    A missing ConfigMap or Secret does not keep the pod from starting: a condition names it instead.
     """
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     directory, s3 = ((job.spec.remote or {}).get(kind) or {} for kind in ("directory", "s3"))
@@ -128,7 +129,7 @@ def remote_volumes(job: JobView) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def credentials_secret(job: JobView) -> str | None:
-    """Name of the Secret whose keys become environment variables of the sidecar (AWS_ACCESS_KEY_ID, ...)."""
+    """Returns the name of the Secret that the sidecar gets as environment (AWS_ACCESS_KEY_ID, ...)."""
     name = ((job.spec.remote or {}).get("s3") or {}).get("credentialsSecretName")
     return str(name) if name else None
 
@@ -142,16 +143,16 @@ _VOLUME = "tiercheck-node-memory"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The operator's settings."""
+    """The operator's settings for node memory."""
 
     path: str = "/dev/shm/tiercheck"
-    """On every node; must lie on a tmpfs, or it is no memory."""
+    """The folder on every node. It must be on a tmpfs, or the data is not in memory."""
     keep_seconds: float = 3600.0
-    """How long what a dead pod left is kept for the next one."""
+    """Seconds that a dead pod's data is kept for the next pod."""
 
 
 def absolute_path(text: str) -> str:
-    """Raises ValueError."""
+    """Returns `text` if it is an absolute path of at least two parts. Raises ValueError."""
     path = PurePosixPath(text)
     if not path.is_absolute() or len(path.parts) < 3 or ".." in path.parts:
         raise ValueError("expected an absolute path of at least two parts, such as /dev/shm/tiercheck")
@@ -159,12 +160,12 @@ def absolute_path(text: str) -> str:
 
 
 def memory_volume(job: JobView, settings: NodeMemory) -> dict[str, Any]:
-    """The source of the volume that otherwise is the pod's own memory."""
+    """Returns the source of the memory volume: the job's folder, in place of the pod's own memory."""
     return {"hostPath": {"path": f"{settings.path}/{job.identity}", "type": "DirectoryOrCreate"}}
 
 
 def node_volume(settings: NodeMemory) -> dict[str, Any]:
-    """The folder of all jobs, for the init container."""
+    """Returns the volume with the folder of all jobs, for the init container."""
     return {"name": _VOLUME, "hostPath": {"path": settings.path, "type": "DirectoryOrCreate"}}
 
 
@@ -179,7 +180,7 @@ def preparation(
     security: Mapping[str, Any],
     resources: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
-    """The init container. `security`: that of the other containers of TierCheck."""
+    """Builds the init container. `security`: that of the other containers of TierCheck."""
     return {
         "name": names.NODE_MEMORY_CONTAINER,
         "image": image,
@@ -194,7 +195,7 @@ def preparation(
 
 
 def forbidden(job: JobView, sentence: str) -> str:
-    """What to do if the API server refused a pod because of its hostPath; empty if that is not why."""
+    """Returns advice if the API server refused a pod because of its hostPath; empty for other reasons."""
     if not job.spec.node_memory or "hostpath" not in sentence.replace(" ", "").lower():
         return ""
     return (

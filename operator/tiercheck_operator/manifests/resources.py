@@ -1,9 +1,9 @@
-"""Sets what our containers ask for beside the user's, without ending the pod's QoS class.
+"""Sets the resources of TierCheck's containers in a pod, without a change of the pod's QoS class.
 
-A Guaranteed pod stays one, so that the kubelet's static CPU manager leaves the trainer its own cores. What is
-added has no whole cores then and shares the node's common ones: a whole core would have to fit into the
-node's NUMA and SMT alignment too. Where the template gives resources to the pod as a whole, ours are added to
-them, in whole cores if theirs are whole.
+A Guaranteed pod stays Guaranteed, so that the kubelet's static CPU manager leaves the trainer its own cores.
+Then the added containers request no whole cores and share the node's common ones: a whole core would have to
+fit into the node's NUMA and SMT alignment too. If the template has resources for the pod as a whole, ours are
+added to them, in whole cores if they are in whole cores.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.spelling import parse_amount, parse_quantity
 
 OVERHEAD = 512 * 2**20
-"""Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
+"""Bytes of the sidecar's own process, beside the memory volume that is charged to it."""
 _CPU_BASE, _CPU_PER_RANK, _CPU_PER_GIB = 100, 50, 4
-"""Thousandths of a core (docs/use/sizing.md). The last is of tiers.local.sizeLimit."""
+"""Thousandths of a core (docs/use/sizing.md). The last is per GiB of tiers.local.sizeLimit."""
 _CPU_WITH_LIMIT = 500
-"""The least that a sidecar can start with in time where its request is its limit."""
+"""Thousandths of a core. The least with which a sidecar starts in time if its request is its limit."""
 _INIT = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
-"""Of the containers that run for a second before the sidecar: so their limits cost nothing."""
+"""Resources of the containers that run for a second before the sidecar, so that limits cost nothing."""
 
 Resources = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class ResourceShares:
-    """Of one pod."""
+    """The resources of TierCheck's containers in one pod."""
 
     sidecar: Resources
     init: Resources
     pod: Resources | None
-    """Of the pod as a whole, ours included; None: the template gives none."""
+    """The resources of the pod as a whole, ours included; None: the template has none."""
 
 
 def share_out(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
-    """`pod`: the user's PodSpec, without anything of ours."""
+    """Computes the resources for a pod. `pod`: the user's PodSpec, without TierCheck's containers."""
     whole = pod.get("resources") or {}
     if whole.get("requests") or whole.get("limits"):
         sidecar = _sidecar(job, limited=False)
         init = {"requests": _INIT["requests"], "limits": {"memory": _INIT["limits"]["memory"]}}
         return ResourceShares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
     bound = is_guaranteed(pod)
-    # A namespace that asks for limits may ask for a ratio to the requests as well.
+    # A namespace that requires limits may require a ratio to the requests as well.
     init_bound = bound or "cpu" in job.sidecar_resources.get("limits", {})
     init = {"requests": _INIT["limits"], "limits": _INIT["limits"]} if init_bound else _INIT
     return ResourceShares(_sidecar(job, limited=bound), init, None)
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:
-    """Whether every container's requests are its limits, unless resources are given to the pod as a whole."""
+    """Returns whether every container's requests are its limits; ignores resources of the whole pod."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     return bool(containers) and all(_is_bound(entry.get("resources") or {}) for entry in containers)
 
 
 def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
-    """What to change in spec.sidecar.resources for such pods, as a sentence; empty: nothing is wrong."""
+    """Returns what to change in spec.sidecar.resources for such pods, as a sentence; empty: nothing."""
     needed = parse_quantity(job.size_limit) + OVERHEAD
     for kind, given in job.sidecar_resources.items():
         memory = given.get("memory")
@@ -88,7 +88,7 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
 
 
 def limits_advice(sentence: str) -> str:
-    """What to do if a LimitRange or a ResourceQuota made the API server refuse a pod; empty: neither did."""
+    """Returns advice if a LimitRange or ResourceQuota caused the refusal of a pod; empty: neither did."""
     if (
         "limits.cpu for:" in sentence
         or "less than or equal to cpu limit" in sentence
@@ -107,7 +107,7 @@ def limits_advice(sentence: str) -> str:
 
 
 def _sidecar(job: JobSpec, limited: bool) -> Resources:
-    """`limited`: requests are limits."""
+    """Returns the sidecar's resources. `limited`: the requests must equal the limits."""
     size = parse_quantity(job.size_limit)
     cpu = _CPU_BASE + _CPU_PER_RANK * job.procs_per_worker + math.ceil(_CPU_PER_GIB * size / 2**30)
     cpu = -(-cpu // 10) * 10
@@ -141,7 +141,7 @@ def _is_bound(resources: Mapping[str, Any]) -> bool:
 
 
 def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """With the requests the API server would find without ours: the limits, of what no container asks for."""
+    """Adds the requests that the API server would default to without ours: limits that no container sets."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     asked = {
         name
@@ -156,7 +156,7 @@ def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, di
 
 
 def _with_ours(whole: Mapping[str, Any], sidecar: Resources) -> Resources:
-    """The pod's own resources, so much larger that they hold the sidecar beside what they held before."""
+    """Returns the pod's own resources, increased by those of the sidecar."""
     ours = {name: parse_amount(quantity) for name, quantity in sidecar["requests"].items()}
     request, limit = (
         parse_amount((whole.get(kind) or {}).get("cpu") or 0) for kind in ("requests", "limits")

@@ -1,4 +1,4 @@
-"""What is wrong with a user's pod template, said before a pod is made of it."""
+"""Checks a user's pod template before a pod is made of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PORTS = {names.CONTROL_PORT, names.EXCHANGE_PORT, names.METRICS_PORT}
 
 
 def refuse_pods(job: JobView) -> Finding | None:
-    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
+    """Returns why no pod can be made of the spec. Attached pods are checked at their admission."""
     spec = job.spec
     if spec.attach is not None:
         return None
     pod = spec.template.get("spec") or {}
-    begun = job.status.attempt > 0  # such a one is better looked after than refused
+    begun = job.status.attempt > 0  # a job that already runs is not refused
     try:
         wrong = template_problem(spec.template)
         if not wrong and not begun:
@@ -40,7 +40,7 @@ def refuse_pods(job: JobView) -> Finding | None:
 
 
 def template_problem(template: Mapping[str, Any]) -> str:
-    """A sentence that says what to change, or the empty string."""
+    """Returns what to change in the template, as a sentence; empty: nothing."""
     containers = (template.get("spec") or {}).get("containers") or []
     trainer = next((entry for entry in containers if entry.get("name") == names.TRAINER_CONTAINER), None)
     if trainer is None:
@@ -61,10 +61,9 @@ def template_problem(template: Mapping[str, Any]) -> str:
 
 
 def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
-    """What in a user's PodSpec would keep its worker from working, whoever makes the pod: a sentence, or the
-    empty string.
+    """Returns what in a user's PodSpec would break its worker, as a sentence; empty: nothing.
 
-    `trainer`: the container that trains.
+    This holds for pods of any controller. `trainer`: the container that trains.
     """
     for entry in pod.get("containers") or []:
         probes = [
@@ -90,7 +89,7 @@ def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
 
 
 def deadline_problem(template: Mapping[str, Any]) -> str:
-    """Why pods of TierCheck's own may not have a deadline: a sentence, or the empty string."""
+    """Returns why a pod made by TierCheck may not have a deadline, as a sentence; empty: it has none."""
     if (template.get("spec") or {}).get("activeDeadlineSeconds") is None:
         return ""
     return (

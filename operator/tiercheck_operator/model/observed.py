@@ -410,7 +410,7 @@ class Findings:
     unplaced: Finding | None = None
     """The reason why pods or copies have no place."""
     placed: Finding | None = None
-    """Set when the placement was made in this reconcile."""
+    """The finding about a placement that was made in this reconcile."""
     waiting: Finding | None = None
     """The reason why the next attempt waits."""
     copied: bool = False

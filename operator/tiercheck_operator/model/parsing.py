@@ -27,7 +27,7 @@ from tiercheck_operator.model.status import parse_time
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
 UNREADABLE = "unreadable"
-"""The key, which no object has, under which a shell states why the object could not be read."""
+"""Key under which a shell (`object_reader`) states why the object could not be read; no API field."""
 LONGEST_ATTACHMENT = 4096
 """Characters of an annotation that are read: any user of the namespace may write one."""
 _LONGEST_TEXT, _MOST_NAMES = 1000, 128
@@ -58,7 +58,7 @@ class NodeSigns:
     """The operator's settings about nodes."""
 
     taints: frozenset[str] = frozenset()
-    """Keys that count like LEAVING_TAINTS."""
+    """Taint keys that count as LEAVING_TAINTS do."""
     conditions: frozenset[tuple[str, str]] = frozenset()
     """(type, status) of node conditions that mark a node as bad, such as ("KernelDeadlock", "True")."""
     cordon_moves: bool = False
@@ -118,8 +118,8 @@ def _int(value: Any) -> int | None:
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     """Parses a pod of a job; None unless its labels and controller match a job or an attached workload.
 
-    Any user may label pods. A user who can also write owner references is still confined to one namespace,
-    because pods are only looked up in their job's. May raise anything on an object that violates the schema.
+    Any user may label pods. Even with the right to write owner references, a user stays confined to one
+    namespace, because pods are only looked up in their job's. May raise anything on invalid objects.
     """
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])

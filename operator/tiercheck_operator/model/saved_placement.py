@@ -1,4 +1,4 @@
-"""Writes and reads a placement, for the controller that made it and for users who inspect the job.
+"""Writes and reads a placement, for the controller that made it and for inspection by users.
 
 It is kept in a ConfigMap of the job, one line per worker: too long for the status of a large job.
 """
@@ -47,7 +47,7 @@ class SavedMember:
 
 @dataclass(frozen=True)
 class SavedDomains:
-    """Labels of the members' nodes, for users who may read the job but not nodes."""
+    """Labels of the members' nodes, for users with access to the job but not to nodes."""
 
     keys: tuple[str, ...]
     """The label keys of the job's levels, widest first."""

@@ -1,9 +1,9 @@
-"""What the user wants: `spec` as decisions use it, each field with its place in the API.
+"""Defines `spec` as decisions use it, each field with its path in the API.
 
-A job's own labels and annotations for Kueue are handed on to each pod, spares and replacements included: each
-pod is a workload of its own there. Kueue's pod groups are not used. They remove pods beyond the group's
-count, such as a spare or the replacement of a pod that is about to leave. They refuse pods that differ, such
-as one that avoids a node.
+A job's labels and annotations for Kueue are copied to each pod, including spares and replacements: each pod
+is a Kueue workload of its own. Kueue's pod groups are not used. They remove pods beyond the group's count,
+such as a spare or the replacement of a pod that is about to leave. They refuse pods that differ, such as one
+that avoids a node.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tiercheck_operator.model.spelling import OURS, As, At, parse_duration, pars
 
 
 class RuleAction(str, Enum):
-    """What a failure leads to."""
+    """The consequence of a failure."""
 
     RESTART = "Restart"
     """A restart that counts against maxRestarts."""
     RESTART_IGNORING_LIMIT = "RestartIgnoringLimit"
-    """A restart that does not."""
+    """A restart that does not count against maxRestarts."""
     FAIL = "Fail"
-    """The job is given up."""
+    """The job fails."""
 
 
 @dataclass(frozen=True)
 class ExitCodes:
-    """`values` of exit codes other than 0, or, with `within` false, all but these."""
+    """A set of exit codes other than 0: `values`, or all other codes if `within` is false."""
 
     values: frozenset[int]
     within: Annotated[bool, At("operator"), As(partial(eq, "In"))] = True
@@ -48,36 +48,39 @@ _CONDITIONS = As(lambda raw: tuple((str(each["type"]), str(each.get("status") or
 
 @dataclass(frozen=True)
 class FailureRule:
-    """One of `failurePolicy.rules`. One of its three matchers is set, as in a Job's podFailurePolicy."""
+    """A rule of `failurePolicy.rules`. One of its three matchers is set, as in a Job's podFailurePolicy."""
 
     name: str
     action: RuleAction
     exit_codes: Annotated[ExitCodes | None, At("onExitCodes")] = None
     reasons: Annotated[frozenset[str], At("onReasons")] = frozenset()
     node_conditions: Annotated[tuple[tuple[str, str], ...], At("onNodeConditions"), _CONDITIONS] = ()
-    """(type, status) pairs, any of which is enough."""
+    """(type, status) pairs; any one of them matches."""
 
 
 @dataclass(frozen=True)
 class HangSpec:
-    """`failurePolicy.hang`. The job counts as hung if a rank makes no step for `factor` times as long as a
-    step usually takes, and for `least` seconds at least."""
+    """The settings of `failurePolicy.hang`.
+
+    The job counts as hung if a rank makes no step for `factor` times as long as a step usually takes, and for
+    at least `least` seconds."""
 
     factor: Annotated[float, At("stepFactor")] = 20.0
     least: Annotated[float, At("minSeconds")] = 1800.0
     first_step: Annotated[float | None, At("firstStepSeconds")] = None
-    """Seconds that the first step of an attempt may take; None: an hour if the attempt began from a version
-    (so that its script is known to make steps), else any time."""
+    """Seconds that the first step of an attempt may take.
+
+    None: an hour if the attempt began from a version (so its script can make steps), else no limit."""
 
 
 DEFAULT_HANG = HangSpec()
 _CHECK_SECONDS = 60.0
 REMOTE_EVERY = 500
-"""Steps between snapshots that also go to the remote tier, unless the job says otherwise."""
+"""Steps between snapshots that also go to the remote tier; the default."""
 
 
 def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
-    """None: hangs are not looked for."""
+    """Reads `failurePolicy.hang`; None if hangs are not detected."""
     return None if raw.get("mode") == "Off" else read_as(HangSpec, raw)
 
 
@@ -88,14 +91,14 @@ def read_health_check(raw: Mapping[str, Any]) -> HealthCheck:
 
 @dataclass(frozen=True)
 class Attach:
-    """`spec.attach`: another controller's workload, whose pods are the job's workers."""
+    """The workload of another controller in `spec.attach`: its pods are the job's workers."""
 
     api_version: Annotated[str, At("owner.apiVersion")]
     kind: Annotated[str, At("owner.kind")]
     name: Annotated[str, At("owner.name")]
     uid: Annotated[str, At("owner.uid")]
     container: str
-    """The one that runs the training command."""
+    """The name of the container that runs the training command."""
 
 
 def _read_remote(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -118,7 +121,7 @@ def _read_eviction_hold(raw: Mapping[str, Any]) -> float | None:
 
 
 def _read_resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """YAML gives whole cores as numbers. Raises ValueError."""
+    """Returns requests and limits as text; YAML has whole cores as numbers. Raises ValueError."""
     given = {kind: raw[kind] for kind in ("requests", "limits") if raw.get(kind)}
     for text in (text for quantities in given.values() for text in quantities.values()):
         parse_quantity(text)
@@ -137,87 +140,87 @@ class JobSpec:
     """The part of `spec` that decisions use."""
 
     workers: int
-    """That the user asks for; `Observation.size` is how many the job goes on with."""
+    """The number that the user requests; `Observation.size` is the number in use."""
     procs_per_worker: int = 1
     suspend: bool = False
     managed_by: str = names.CONTROLLER
     template: Mapping[str, Any] = field(default_factory=dict)
     topology_preset: Annotated[str | None, At("topology.preset")] = None
     topology_levels: Annotated[tuple[Mapping[str, str], ...] | None, At("topology.levels")] = None
-    """The user's own, or those of the Kueue Topology once it was found."""
+    """The user's levels, or those of the Kueue Topology once it was found."""
     size_limit: Annotated[str, At("tiers.local.sizeLimit")] = "8Gi"
     copies: Annotated[int, At("tiers.peer.copies")] = 1
-    """0 with parity, and by default for a single worker."""
+    """The number of copies: 0 with parity, and by default for a single worker."""
     spread_level: Annotated[str | None, At("tiers.peer.spread.level")] = None
     spread_required: Annotated[bool, At("tiers.peer.spread.mode"), As(partial(eq, "Required"))] = False
     snapshot_every: Annotated[int | None, At("checkpoint.snapshot.everySteps")] = None
-    """None: chosen from the sizes."""
+    """Steps between snapshots; None: chosen from the sizes."""
     remote: Annotated[Mapping[str, Any] | None, At("tiers.remote"), As(_read_remote)] = None
-    """As it is, with `everySteps`; None: no remote tier."""
+    """The remote tier's settings as in the API, with `everySteps`; None: no remote tier."""
     restore_step: Annotated[int | None, At("restore.from"), As(_read_restore_step)] = None
-    """None: the latest."""
+    """The step to restore; None: the latest."""
     prove_steps: Annotated[int, At("restore.proveSteps")] = 0
-    """Steps that a restore gives up where it would leave none to train again and compare."""
+    """Steps that a restore gives up if it would otherwise leave none to train again and compare."""
     interrupt_seconds: Annotated[float, At("recovery"), As(_read_interrupt)] = 5.0
-    """How long ranks may take to leave their step, so that their processes stay; 0: all are started anew."""
+    """Seconds in which ranks must leave their step for their processes to stay; 0: all restart."""
     max_restarts: Annotated[int, At("failurePolicy.maxRestarts")] = 10
-    """Of those that count."""
+    """The limit for restarts that count."""
     ttl_seconds: Annotated[float | None, At("ttlSecondsAfterFinished")] = None
     eviction_hold: Annotated[float | None, At("disruptionBudget"), As(_read_eviction_hold)] = 600.0
     """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
     rules: Annotated[tuple[FailureRule, ...], At("failurePolicy.rules")] = ()
     reset_seconds: Annotated[float, At("failurePolicy.resetAfterSeconds")] = 3600.0
-    """Of training beyond the last crash after which restarts are counted anew."""
+    """Seconds of training beyond the last crash after which the restart count is reset."""
     hang: Annotated[HangSpec | None, At("failurePolicy.hang"), As(read_hang)] = DEFAULT_HANG
-    """None: hangs are not looked for."""
+    """The hang limits; None: hangs are not detected."""
     health_check: Annotated[HealthCheck | None, At("failurePolicy.healthCheck"), As(read_health_check)] = None
-    """None: every place is good enough."""
+    """The command that checks a node; None: nodes are not checked."""
     active_deadline: Annotated[float | None, At("activeDeadlineSeconds")] = None
-    """Seconds that the job may be active; None: as long as it takes."""
+    """Seconds that the job may be active; None: no limit."""
     gang: Annotated[str | None, At("gang.scheduler")] = None
-    """None: pods are placed one by one."""
+    """The gang scheduler; None: pods are placed one by one."""
     gang_queue: Annotated[str, At("gang.queue")] = ""
     spares: int = 0
-    """Warm pods beside the workers' own."""
+    """The number of warm pods beside the workers' own."""
     min_workers: Annotated[int | None, At("elastic.minWorkers")] = None
-    """None: the job never goes on smaller."""
+    """The least number of workers to run with; None: the job never shrinks."""
     capacity_timeout: Annotated[float | None, At("failurePolicy.capacityTimeoutSeconds")] = None
-    """Seconds; None: the operator's default."""
+    """Seconds without a node until capacity is lacking; None: the operator's default."""
     node_memory: Annotated[bool, At("tiers.local.medium"), As(partial(eq, "NodeMemory"))] = False
     sidecar_resources: Annotated[
         Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)
     ] = field(default_factory=dict)
-    """Requests and limits that the user gives the sidecar."""
+    """The sidecar's requests and limits from the user."""
     sidecar_env: Annotated[tuple[Mapping[str, Any], ...], At("sidecar.env"), As(tuple)] = ()
-    """Variables of the sidecar, as a container has them."""
+    """Environment variables of the sidecar, in the form of a container's `env`."""
     attach: Attach | None = None
-    """None: the pods are made from the template."""
+    """The attached workload; None: the pods are made from the template."""
     parity: Annotated[tuple[int, int] | None, At("tiers.peer.parity"), _PARITY] = None
     """(data, parity), in place of copies; None: copies."""
     peer_bandwidth: Annotated[_Bytes | None, At("tiers.peer.bandwidth")] = None
     peer_encrypted: Annotated[bool, At("tiers.peer.encryption"), As(partial(eq, "Required"))] = False
     peer_interfaces: Annotated[tuple[str, ...], At("tiers.peer.interfaces")] = ()
-    """Names or CIDRs, beside the pod's address."""
+    """Interface names or CIDRs, used beside the pod's address."""
     peer_ucx: Annotated[bool, At("tiers.peer.transport"), As(partial(eq, "UCX"))] = False
     delta: Annotated[DeltaMode, At("checkpoint.delta.mode")] = DeltaMode.AUTO
     sanity_gate: Annotated[bool, At("checkpoint.sanityGate"), As(partial(ne, "Off"))] = True
     verify_all: Annotated[bool, At("checkpoint.verify"), As(partial(eq, "Full"))] = False
     state_size: Annotated[_Bytes | None, At("checkpoint.stateSize")] = None
-    """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
+    """Bytes of one rank's snapshot, as the user estimates them before the job starts."""
     kueue_topology: Annotated[str | None, At("topology.kueueTopology")] = None
-    """Name of a Kueue Topology that the levels are to be taken from."""
+    """Name of the Kueue Topology that defines the levels."""
     topology_problem: Annotated[str, OURS] = ""
-    """Why they are not, as a sentence; then the host is the only level."""
+    """The reason why the Topology is not used, as a sentence; then the host is the only level."""
     rollback_after: Annotated[int | None, At("failurePolicy.rollbackAfterNonFinite")] = None
-    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does."""
+    """Refusals of the sanity gate in a row after which the job rolls back; None: it never does."""
     restore_stall: Annotated[float, At("failurePolicy.restoreStallSeconds")] = RESTORE_STALL
-    """Seconds without a byte after which a source of a restore is given up."""
+    """Seconds without a byte after which a restore gives a source up."""
     rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), _REHEARSALS] = 600.0
-    """Seconds between two proofs that a tier would come back; None: none are made."""
+    """Seconds between two proofs that a tier can be restored; None: none are made."""
 
     @property
     def deltas(self) -> bool:
-        """Whether they are wanted."""
+        """Returns whether the job takes deltas."""
         return self.delta is not DeltaMode.NONE
 
     @property
@@ -227,7 +230,7 @@ class JobSpec:
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:
-    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what did not."""
+    """Parses `spec`. Raises KeyError, TypeError or ValueError on what violates the CRD's schema."""
     spec = read_as(JobSpec, raw)
     if spec.parity is not None:
         return replace(spec, copies=0)
@@ -236,7 +239,7 @@ def read_spec(raw: Mapping[str, Any]) -> JobSpec:
 
 
 def interfaces_problem(spec: JobSpec) -> str:
-    """Of `tiers.peer.interfaces`, what the CRD's schema cannot see; empty if nothing is wrong."""
+    """Returns an error in `tiers.peer.interfaces` that the CRD's schema cannot detect; empty: none."""
     for entry in spec.peer_interfaces:
         if "/" in entry:
             try:
@@ -251,7 +254,7 @@ _OF_GROUPS = ("pod-group-", "retriable-in-group", "role-hash")
 
 
 def queue_entries(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Those of Kueue, without what makes a pod group."""
+    """Returns the entries for Kueue, without those of pod groups."""
     return {
         key: str(value)
         for key, value in (given or {}).items()

@@ -1,4 +1,4 @@
-"""Holds the job's status, which is all that the controller remembers, and its spelling in the API.
+"""Defines the job's status, which is the controller's only memory, and its form in the API.
 
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped.
 """
@@ -21,13 +21,13 @@ def rfc3339(seconds: float) -> str:
 
 
 def rfc3339_millis(seconds: float) -> str:
-    """The same to the millisecond, for moments between which seconds are measured."""
+    """Formats a time to the millisecond, for times of which differences are taken."""
     moment = datetime.datetime.fromtimestamp(round(seconds, 3), datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time; None if it is none."""
+    """Returns the unix seconds of an RFC 3339 time; None for any other value."""
     if not isinstance(text, str):
         return None
     try:
@@ -50,7 +50,7 @@ class Condition:
         bool | None,
         As({"True": True, "False": False}.get, {True: "True", False: "False", None: "Unknown"}.get),
     ]
-    """None: Unknown."""
+    """True, False, or None for Unknown."""
     reason: str
     message: str
     changed: Annotated[str, At("lastTransitionTime")]
@@ -59,14 +59,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `failurePolicy.rules` look at."""
+    """The facts of a failure that `failurePolicy.rules` match."""
 
     exit_code: int | None = None
-    """Of the training command that failed first; None: none did, or it did not say."""
+    """Exit code of the training command that failed first; None: none failed, or it is not known."""
     reasons: tuple[str, ...] = ()
-    """Beside the cause: what the launcher, the container or the pod gave as theirs."""
+    """The reasons beside the cause, from the launcher, the container or the pod."""
     nodes: tuple[str, ...] = ()
-    """Where it happened."""
+    """The nodes of the failure."""
 
 
 NO_FACTS = Facts()
@@ -78,41 +78,41 @@ class Recovery:
 
     cause: str
     message: str
-    """What failed, as a sentence."""
+    """A sentence that describes the failure."""
     failed_at: Moment
     detected_at: Moment
     attempt: int | None = None
-    """The attempt that it led to; None: not decided yet."""
+    """The attempt that the recovery led to; None: not decided yet."""
     reason: str = ""
-    """Why this version was chosen, as a sentence."""
+    """The reason for the choice of the version, as a sentence."""
     step: Annotated[int, ALWAYS] = 0
-    """0: from scratch."""
+    """The step of the version to restore; 0: from scratch."""
     version_attempt: Annotated[int, ALWAYS] = 0
     lost_steps: Annotated[int, ALWAYS] = 0
     decided_at: Moment | None = None
     restored_at: Moment | None = None
     released_at: Moment | None = None
     failed_versions: tuple[Version, ...] = ()
-    """Versions whose restore failed on the way back, once per failure, oldest first."""
+    """Versions that failed to restore in this recovery, once per failure, oldest first."""
     facts: Annotated[Facts, At("")] = Facts()
     rule: str = ""
-    """Name of the rule that decided what the failure counts as; empty: none."""
+    """Name of the rule that applied to the failure; empty: none."""
     tries: int = 0
-    """Attempts on the way back that ended before their first step."""
+    """The number of attempts in this recovery that ended before their first step."""
     reached: Annotated[int, At("reachedStep")] = 0
-    """The newest step that the ended attempt is known to have made; it is only heard of every few seconds."""
+    """The newest known step of the ended attempt, which is only reported every few seconds."""
     noticed_at: Moment | None = None
-    """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
+    """The time of the first failure since the last step, if `detected_at` is of a later one."""
     stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
-    """Workers that got another node on the way back because they could not be restored where they were."""
+    """Workers moved to other nodes in this recovery because they could not be restored in place."""
     undone: bool = False
-    """The attempt before ended before training was released in it, so what it gave up still counts."""
+    """True if the attempt before ended before its release, so that its lost steps still count."""
     keeps: bool = False
-    """Processes of the attempt before may stay (`spec.recovery.inProcess`)."""
+    """True if processes of the attempt before may stay (`spec.recovery.inProcess`)."""
     kept: Annotated[int, At("keptRanks")] = 0
-    """Ranks whose processes did, as of the release."""
+    """The number of ranks with processes that stayed, as of the release."""
     restarted_message: str = ""
-    """Why others that were not lost did not, as a sentence."""
+    """The reason why other processes that were not lost did not stay, as a sentence."""
 
     @property
     def version(self) -> Version | None:
@@ -120,7 +120,7 @@ class Recovery:
 
 
 SENTENCES = ("message", "reason", "restartedMessage", "exactMessage")
-"""Of a recovery that has ended: what is cut short where the status would grow too large."""
+"""Fields of an ended recovery that are shortened if the status would be too large."""
 
 
 @dataclass(frozen=True)
@@ -144,23 +144,24 @@ class PlacementRecord:
     hash: str
     spread_achieved: str
     tolerates: Annotated[tuple[str, ...], At("toleratesOnceComplete")]
-    """Once copies are `complete`."""
+    """The losses that are tolerated once copies are `complete`."""
     unprotected_workers: int
     unprotected_reason: str = ""
-    """Which they are and why, in one sentence; empty if there are none."""
+    """The unprotected workers and the reason, in one sentence; empty if there are none."""
     complete: Annotated[bool, At("tolerance")] = False
-    """Whether all of what the placement asks for lies where it should, of some version."""
+    """True if everything that the placement requires is in place for some version."""
 
     @property
     def survives(self) -> tuple[str, ...]:
-        """What may vanish now with nothing lost from memory."""
+        """Returns what may be lost at present without any loss from memory."""
         return self.tolerates if self.complete else ()
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What is saved. `snapshot_every`: steps, 0 if not decided yet. `deltas`: "EveryStep", "Off", or empty if
-    not known yet."""
+    """The state of saving. `deltas`: "EveryStep", "Off", or empty if not known yet.
+
+    `snapshot_every`: steps, 0 if not decided yet."""
 
     snapshot_every: Annotated[int, At("snapshotEverySteps")] = 0
     deltas: str = ""
@@ -169,7 +170,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """Bytes of the worker that needs most."""
+    """The memory use, in bytes, of the worker that needs most."""
 
     needed: Annotated[int, At("neededBytes")]
     limit: Annotated[int, At("limitBytes")]
@@ -185,16 +186,16 @@ class SparesRecord:
 
 @dataclass(frozen=True)
 class SizeRecord:
-    """Of a job that goes on with fewer workers than its spec asks for."""
+    """The size of a job that runs with fewer workers than its spec requests."""
 
     workers: int
     room_since: Moment | None = None
-    """Since when it could grow back, unix seconds; None: it cannot."""
+    """Unix seconds since which the job could grow back; None: it cannot."""
 
 
 @dataclass(frozen=True)
 class HangRecord:
-    """Who held the others up when training hung last, and how often in a row."""
+    """The worker that held the others up in the last hang, and how often in a row."""
 
     worker: int
     node: str
@@ -203,26 +204,26 @@ class HangRecord:
 
 @dataclass(frozen=True)
 class PlaceRecord:
-    """A node on which a pod of the job did not start, or had to be left."""
+    """A node on which a pod of the job did not start, or which a pod had to leave."""
 
     node: str
     times: int
     message: str
-    """What was said of the last such pod."""
+    """The reason reported for the last such pod."""
     time: Moment
     created: Annotated[Moment, At("podCreated")]
-    """Of the newest such pod: an older one is no further time."""
+    """The creation time of the newest such pod: an older one is not counted again."""
 
 
 @dataclass(frozen=True)
 class FailedStartRecord:
-    """Whose command failed before its first step in the last attempts on the way back, and how often."""
+    """The worker that failed before its first step in this recovery's last attempts, and how often."""
 
     worker: int
     node: str
     times: int
     moved: Annotated[tuple[int, ...], At("movedWorkers")] = ()
-    """Workers that have got another node for that since the last step."""
+    """Workers that were moved to another node for that since the last step."""
 
 
 _AS_BRANCHES = As(
@@ -237,11 +238,10 @@ class JobRecord:
     phase: Annotated[str, ALWAYS] = ""
     members: str = ""
     sidecar_image: str = ""
-    """With which the job's pods are made, until it is suspended."""
+    """The image for the job's pods until the job is suspended."""
     history: Annotated[History, _AS_BRANCHES] = field(default_factory=History)
     base: Annotated[Version | None, At("restore.base")] = None
-    """The snapshot from which every rank began the current attempt; None: each from its own, or from scratch.
-    """
+    """The snapshot from which all ranks began the attempt; None: each from its own, or from scratch."""
     crashes: Annotated[int, At("restarts.crash"), ALWAYS] = 0
     counted: Annotated[int, At("restarts.counted"), ALWAYS] = 0
     """Restarts that count against maxRestarts now."""
@@ -253,15 +253,15 @@ class JobRecord:
         None
     )
     restored_bytes: Annotated[int, At("progress.restoredBytes")] = 0
-    """That a restore under way has brought back."""
+    """Bytes that a restore under way has restored."""
     restore_bytes: Annotated[int, At("progress.restoreBytes")] = 0
-    """That it will have brought back in the end, as far as is known; 0: none is under way."""
+    """Bytes that it will restore in total, as far as is known; 0: no restore is under way."""
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     proofs: Annotated[Mapping[str, ProofRecord], At("restore.lastProof.tiers")] = field(default_factory=dict)
-    """By tier, where all ranks have one."""
+    """The proofs by tier, for tiers where all ranks have one."""
     placement: PlacementRecord | None = None
     size: SizeRecord | None = None
-    """None: as many workers as the spec asks for."""
+    """The reduced size; None: as many workers as the spec requests."""
     spares: SparesRecord | None = None
     checkpoint: CheckpointRecord | None = None
     memory: MemoryRecord | None = None
@@ -270,34 +270,34 @@ class JobRecord:
     places: Annotated[tuple[PlaceRecord, ...], At("avoidedNodes")] = ()
     failed_start: FailedStartRecord | None = None
     last_recovery: Mapping[str, Any] | None = None
-    """As in the API: nothing is decided by it."""
+    """The last ended recovery in its API form; no decision depends on it."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
-    """The newest that have ended, newest first; spelled like `last_recovery`, with shorter sentences."""
+    """The newest ended recoveries, newest first, in the form of `last_recovery` with shorter sentences."""
     started: Annotated[str | None, At("startTime")] = None
     completed: Annotated[str | None, At("completionTime")] = None
     conditions: tuple[Condition, ...] = ()
 
     @property
     def finished(self) -> bool:
-        """Whether the job has completed or failed."""
+        """Returns whether the job has completed or failed."""
         return self.holds(kinds.COMPLETED) or self.holds(kinds.FAILED)
 
     @property
     def on_way_back(self) -> bool:
-        """Whether a recovery is under way, and training was not released yet."""
+        """Returns whether a recovery is under way and training is not released yet."""
         return self.recovery is not None and self.recovery.released_at is None
 
     def condition(self, kind: str) -> Condition | None:
         return next((entry for entry in self.conditions if entry.type == kind), None)
 
     def holds(self, kind: str) -> bool:
-        """Whether the condition is there and true."""
+        """Returns whether the condition exists and is true."""
         found = self.condition(kind)
         return found is not None and found.status is True
 
     @property
     def restored_version(self) -> Version | None:
-        """What the current attempt began from; None: from scratch."""
+        """Returns the version from which the current attempt began; None: from scratch."""
         branches = self.history.branches
         if not branches or not branches[-1].base_step:
             return None
@@ -307,7 +307,7 @@ class JobRecord:
 
     @property
     def resized_from(self) -> int:
-        """How many ranks made that version, if not as many as the attempt has; 0: as many."""
+        """Returns how many ranks made that version if the attempt has another number of ranks; else 0."""
         version = self.restored_version
         if version is None:
             return 0
@@ -328,24 +328,24 @@ _TELLING = (
     (kinds.SPARES_READY, False),
     (kinds.THROTTLED, True),
 )
-"""Conditions in the order in which they say why a job is as it is, each with the status that does."""
+"""Conditions in the order in which they explain the job's state, each with the explaining status."""
 
 
 def _reason(record: JobRecord) -> str:
-    """For the column of `kubectl get`; empty: the job trains, and nothing is wrong."""
+    """Returns the reason column of `kubectl get`; empty: the job trains, and nothing is wrong."""
     found = (record.condition(kind) for kind, status in _TELLING if record.holds(kind) is status)
     return next((entry.reason for entry in found if entry is not None and entry.status is not None), "")
 
 
 def parse_record(raw: Mapping[str, Any]) -> JobRecord:
-    """Of `status` as the API gives it. Raises as `read_as`."""
+    """Parses `status` from the API. Raises the errors of `read_as`."""
     if placement := raw.get("placement"):
         raw = {**raw, "placement": {"toleratesOnceComplete": placement.get("tolerates"), **placement}}
     return read_as(JobRecord, raw)
 
 
 def render_record(record: JobRecord) -> dict[str, Any]:
-    """`status` for the API: what the record's fields say, and what people want to read beside it."""
+    """Renders `status` for the API: the record's fields, and derived ones for users."""
     raw: dict[str, Any] = spell(record if record.restore_bytes else replace(record, restored_bytes=0))
     if reason := _reason(record):
         raw["reason"] = reason
@@ -362,5 +362,5 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             del raw["placement"]["toleratesOnceComplete"]
     if record.recovery is not None and record.recovery.attempt is None:
         for name in ("step", "versionAttempt", "lostSteps"):
-            del raw["recovery"][name]  # step 0 would read as a start from scratch
+            del raw["recovery"][name]  # step 0 would mean a start from scratch
     return raw
