@@ -40,7 +40,7 @@ from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.exchange.channel import CONGESTION_CONTROL
 from tiercheck_sidecar.exchange.fetch import Dial, fetch
-from tiercheck_sidecar.exchange.streams import STREAMS, Line
+from tiercheck_sidecar.exchange.streams import STREAMS, ConnectionPool
 from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal
@@ -109,7 +109,7 @@ def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
             per_core.setdefault(name, []).append(seal.digests.size / used / 1e9)
 
         def both_ways(way: str, seal: Seal, holder: _Holder) -> None:
-            with Line(lambda: owner.connect(holder.peer)) as line:
+            with ConnectionPool(lambda: owner.connect(holder.peer)) as line:
                 timed(f"{way}push", seal, holder, lambda: _push(owner, seal, line))
             _forget(owner)
             timed(f"{way}fetch", seal, holder, lambda: _fetch(owner, seal, holder.peer))
@@ -156,7 +156,7 @@ def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
     }
 
 
-def _push(owner: Station, seal: Seal, line: Line) -> None:
+def _push(owner: Station, seal: Seal, line: ConnectionPool) -> None:
     deadline = time.monotonic() + 30
     while not push(
         owner.vault, seal, line

@@ -34,7 +34,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_local.apiserver.http.requests import merge
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, ReconcilerContext
 from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.metrics import Metrics
@@ -171,7 +171,7 @@ class BenchJob:
             "spec": {"workers": workers, "template": _TEMPLATE, "tiers": {"peer": {"copies": 1}}},
         }
         self.key, self.sidecars = key, Sidecars(self)
-        around = Surroundings(
+        around = ReconcilerContext(
             lambda *_: list(self.pods.values()),
             lambda: nodes,
             cast(Kube, server),

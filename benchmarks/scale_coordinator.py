@@ -27,14 +27,14 @@ from typing import Any
 from aiohttp import web
 
 from benchmarks.harness import ROOT, Figure, Outcome, Scale
-from tiercheck.connections import Strangers
+from tiercheck.connections import UnauthenticatedClients
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.version import Branch, History, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.app import prepare_process
 from tiercheck_sidecar.control import api as control_api
-from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
+from tiercheck_sidecar.control.api import ControlApi, CoordinatorServer, GuardedPort, server_context
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.config import SidecarConfig
@@ -43,23 +43,23 @@ from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
+from tiercheck_sidecar.versions.report_updates import (
+    ReportInterner,
+    TierAnswer,
+    difference,
+    heartbeat,
+    min_report_interval,
+    upload_report_interval,
+)
 from tiercheck_sidecar.versions.tally import (
     HeldCopies,
     RankHoldings,
     RankOwn,
-    RankShape,
+    RankState,
     WorkerHead,
-    WorkerWord,
+    WorkerState,
 )
 from tiercheck_sidecar.versions.tier_line import PATH, PROTOCOL, Messages, framed
-from tiercheck_sidecar.versions.words import (
-    TierAnswer,
-    Vocabulary,
-    difference,
-    heartbeat,
-    pace,
-    patience,
-)
 
 PROCS = 8
 SLOWER = {512: 2, 1250: 3, 4000: 5}
@@ -154,7 +154,7 @@ def serve(folder: Path, workers: int) -> None:
     )
     state = SidecarState(config)
     slower = SLOWER.get(workers, 1)
-    coordinating.pace = lambda callers: slower * pace(callers)
+    coordinating.min_report_interval = lambda callers: slower * min_report_interval(callers)
     coordinating._MOMENT *= slower
     control_api._LEAST_SILENCE *= slower * 5
     coordinator = Coordinator(state)
@@ -171,8 +171,8 @@ def serve(folder: Path, workers: int) -> None:
 
     async def live() -> None:
         control = ControlApi(state, Reporter(state, vault))
-        api = control.build(web.get(PATH, TierPort(coordinator).upgrade))
-        port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
+        api = control.build(web.get(PATH, CoordinatorServer(coordinator).upgrade))
+        port = GuardedPort(api, UnauthenticatedClients(lambda: 256 + workers), server_context(config))
         control.on_proof = port.believe
         await port.start(_SERVER, names.CONTROL_PORT)
         state.threads.loop("coordinate", coordinator.run, vital=True)
@@ -220,7 +220,7 @@ class Simulated:
         self.news = asyncio.Event()
         self.verdict: TierVerdict | None = None
 
-    def word(self, now: float) -> WorkerWord:
+    def word(self, now: float) -> WorkerState:
         fleet = self.fleet
         wanted = self.verdict.upload if self.verdict else None
         shapes, groups = {}, {}
@@ -235,7 +235,7 @@ class Simulated:
             )
         for rank in self.hosted:
             groups.setdefault(fleet.kept(fleet.copied(rank, now)), []).append((rank,))
-        return WorkerWord(
+        return WorkerState(
             self.head, self.own, shapes, tuple((tuple(of), kept) for kept, of in groups.items())
         )
 
@@ -290,8 +290,8 @@ class Fleet:
         self.copies = [sealed + self.slower * self.rng.uniform(*_COPYING) for sealed in self.seals]
         self.began = time.monotonic()
         self.sidecars = [Simulated(self, worker) for worker in range(workers)]
-        self.vocabulary = Vocabulary()
-        self.shapes: dict[Any, RankShape] = {}
+        self.vocabulary = ReportInterner()
+        self.shapes: dict[Any, RankState] = {}
         self.held: dict[int, Any] = {}
         self.uploaded: set[int] = set()
         self.told = asyncio.Event()
@@ -312,7 +312,7 @@ class Fleet:
         """When the last rank had the step."""
         return self.began + (step - _FIRST) * self.seconds + max(self.seals)
 
-    def shape(self, step: int, copied: int, uploaded: bool, wanted: Version | None) -> RankShape:
+    def shape(self, step: int, copied: int, uploaded: bool, wanted: Version | None) -> RankState:
         key = step, copied, uploaded and wanted
         if key not in self.shapes:
             own, runs = _kept(step, 3)
@@ -428,7 +428,7 @@ class Fleet:
                 base is None
                 or now - said_at >= self.slower * heartbeat(self.workers)
                 or news.ranks
-                or (news.own and now - said_at >= self.slower * patience(self.workers))
+                or (news.own and now - said_at >= self.slower * upload_report_interval(self.workers))
                 or news.copies is not None
             ):
                 number += 1
@@ -442,7 +442,9 @@ class Fleet:
                     self.late += 1
                 self.reports += 1
                 base, said_at = (None if answer.refused else word, now)
-            await asyncio.sleep(max(0.0, now + self.slower * pace(self.workers) - time.monotonic()))
+            await asyncio.sleep(
+                max(0.0, now + self.slower * min_report_interval(self.workers) - time.monotonic())
+            )
 
 
 def _is_protected(verdict: TierVerdict | None) -> bool:

@@ -179,7 +179,7 @@ def _strike_once(stage: Any, fault: str, worker: int) -> Struck:
         ALL: tuple(range(WORKERS)),
     }[FAULTS[fault]]
     at = time.time()
-    stage.inflict(fault, worker)
+    stage.inject_fault(fault, worker)
     stage.comes(lambda: stage.attempt > attempt, PATIENCE)
     stage.undo()
     _well(stage, reached)

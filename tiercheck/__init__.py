@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiercheck.trainer.restore.load import DifferentState
     from tiercheck.trainer.resumable_sampler import ResumableSampler
     from tiercheck.trainer.state.user_state import State
-    from tiercheck.trainer.tensors.leaves import NotCapturable
+    from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 else:  # a type checker would infer Any for every name
     _MODULES = {
         "DifferentState": "restore.load",

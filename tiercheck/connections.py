@@ -3,8 +3,8 @@
 At the limit a new connection is not refused. Instead, the oldest connection of the address with the most is
 closed. A peer authenticates within milliseconds, so it is unlikely to be the one.
 
-`Arrivals` accepts TCP connections for a web server, and continues after a temporary shortage of descriptors.
-"""
+`ConnectionAcceptor` accepts TCP connections for a web server, and continues after a temporary shortage of
+descriptors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_PER_ADDRESS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Guest:
+class UnauthenticatedClient:
     """An unauthenticated connection."""
 
     address: str
@@ -32,7 +32,7 @@ class Guest:
     """Shuts the connection down; may be called from any thread."""
 
 
-class Strangers:
+class UnauthenticatedClients:
     """Holds the unauthenticated connections and limits their number. Thread-safe."""
 
     def __init__(
@@ -44,13 +44,13 @@ class Strangers:
         """`most`: the limit for all addresses together, except the `named` ones, which do not count."""
         self._most, self._named, self._per_address = most, named, per_address
         self._lock = threading.Lock()
-        self._guests: list[Guest] = []
+        self._guests: list[UnauthenticatedClient] = []
 
-    def enter(self, address: str, cut: Callable[[], None]) -> Guest:
+    def enter(self, address: str, cut: Callable[[], None]) -> UnauthenticatedClient:
         """Adds a connection, and may cut another one to stay within the limits."""
-        guest = Guest(address, cut)
+        guest = UnauthenticatedClient(address, cut)
         with self._lock:
-            loser = who_gives_way(self._guests, address, self._named(), self._most(), self._per_address)
+            loser = pick_victim(self._guests, address, self._named(), self._most(), self._per_address)
             if loser is not None:
                 self._guests.remove(loser)
             self._guests.append(guest)
@@ -58,16 +58,20 @@ class Strangers:
             loser.cut()
         return guest
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: UnauthenticatedClient) -> None:
         """Removes a connection that was closed or authenticated. Does nothing if it was already removed."""
         with self._lock:
             if guest in self._guests:
                 self._guests.remove(guest)
 
 
-def who_gives_way(
-    guests: Sequence[Guest], newcomer: str, named: Collection[str], most: int, per_address: int
-) -> Guest | None:
+def pick_victim(
+    guests: Sequence[UnauthenticatedClient],
+    newcomer: str,
+    named: Collection[str],
+    most: int,
+    per_address: int,
+) -> UnauthenticatedClient | None:
     """Returns the connection, of some oldest first, to close for one from `newcomer`; None: there is room."""
     same = [guest for guest in guests if guest.address == newcomer]
     if len(same) >= per_address:
@@ -105,7 +109,7 @@ class WebRunner(Protocol):
 Runner = TypeVar("Runner", bound=WebRunner)
 
 
-class Arrivals(Generic[Runner]):
+class ConnectionAcceptor(Generic[Runner]):
     """Serves each connection in its own task. Call `start`, then `stop`, in one event loop."""
 
     def __init__(self, runner: Runner, serve: Serve) -> None:

@@ -51,7 +51,7 @@ from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp.reader import TierCheckReader
 from tiercheck.trainer.dcp.writer import Slots, StagingWriter, TierCheckWriter
-from tiercheck.trainer.process import LastWords
+from tiercheck.trainer.process import FailureReporter
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 
@@ -82,10 +82,10 @@ class Storage:
             else FolderBackend(Path(folder), self.rank, self.world_size, keep)
         )
         self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
-        self._last_words: LastWords | None = None
+        self._failure_reporter: FailureReporter | None = None
         if run_dir:
             process.answer_with_stacks()
-            self._last_words = LastWords(backend.failing)
+            self._failure_reporter = FailureReporter(backend.failing)
         self.process_group: dist.ProcessGroup | None = (
             dist.new_group(backend="gloo") if is_distributed() else None
         )
@@ -215,8 +215,8 @@ class Storage:
             # A reference to the group at the interpreter's end keeps gloo's threads alive, and one that
             # releases a Python object then aborts. Without this reference destroy_process_group ends them.
             self.process_group = None
-        if self._last_words is not None:
-            self._last_words.close()
+        if self._failure_reporter is not None:
+            self._failure_reporter.close()
         self._stop.set()
         with self._slots.lock:
             self._backend.close()
@@ -225,8 +225,8 @@ class Storage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._last_words is not None:
-            self._last_words.say(error)
+        if error is not None and self._failure_reporter is not None:
+            self._failure_reporter.report(error)
         self.close()
 
     def _begin(self) -> None:

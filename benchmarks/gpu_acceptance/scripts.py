@@ -15,7 +15,7 @@ from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import Station
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 @dataclass

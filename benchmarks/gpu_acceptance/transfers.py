@@ -17,7 +17,7 @@ from benchmarks.harness import GIB, MIB, Figure, Sense, rate_text
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.staging import Flight
+from tiercheck.trainer.save.staging import DeviceCopy
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 
@@ -176,7 +176,7 @@ def _copy(items: list[tuple[str, Tensor]], views: dict[str, Tensor]) -> None:
     before = torch.cuda.current_stream()
     try:
         device.follow(device.final())
-        flight = Flight(device)
+        flight = DeviceCopy(device)
         flight.begin(items, views)
         flight.land()
     finally:

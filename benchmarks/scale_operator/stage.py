@@ -28,7 +28,7 @@ from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.attempt.directives import due_directives
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, ReconcilerContext
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests.owned import Credentials, build_secret
@@ -85,7 +85,9 @@ class CrowdedJob(BenchJob):
         raw["spec"]["procsPerWorker"] = RANKS
         nodes = ground(workers)
         config, kube = Config(patience=_PATIENCE), cast(Kube, server)
-        around = Surroundings(lambda *_: list(self.pods.values()), lambda: nodes, kube, config, Metrics())
+        around = ReconcilerContext(
+            lambda *_: list(self.pods.values()), lambda: nodes, kube, config, Metrics()
+        )
         self.loop = JobLoop(raw, around)
         self.credentials: Credentials = issue(self.loop.uid)
         secret = build_secret(parse_job(raw), self.credentials)
@@ -133,7 +135,7 @@ class CrowdedJob(BenchJob):
     async def end(self) -> None:
         """The loop ends, and its connections."""
         await self.loop.stop()
-        await self.loop._around.lines.close()
+        await self.loop._context.lines.close()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tiercheck_cli.terminal import (
     write,
 )
 from tiercheck_operator.model.conditions import plural
-from tiercheck_operator.model.spelling import As, At, read_as
+from tiercheck_operator.model.serialization import As, At, from_api
 from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
@@ -97,11 +97,11 @@ def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
     last = status.get("lastRecovery")
     if last and not any(entry.get("attempt") == last.get("attempt") for entry in told):
         told.append(last)
-    return tuple(sorted((read_as(PastRecovery, entry) for entry in told), key=lambda entry: -entry.attempt))
+    return tuple(sorted((from_api(PastRecovery, entry) for entry in told), key=lambda entry: -entry.attempt))
 
 
 @dataclass(frozen=True)
-class Happening:
+class TimelineEntry:
     """One line of the list. `at` is unix seconds."""
 
     at: float
@@ -112,7 +112,7 @@ class Happening:
     count: int = 1
 
 
-def story(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[Happening, ...]:
+def timeline(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[TimelineEntry, ...]:
     """Merges Events and recoveries, oldest first; a recovery with an Event of its end is listed once."""
     told = [_of_event(event) for event in events]
     ends = {
@@ -128,7 +128,7 @@ def story(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[
     return tuple(sorted(told, key=lambda entry: entry.at))
 
 
-def _of_event(event: Mapping[str, Any]) -> Happening:
+def _of_event(event: Mapping[str, Any]) -> TimelineEntry:
     series = event.get("series") or {}
     times = (
         event.get("lastTimestamp"),
@@ -138,7 +138,7 @@ def _of_event(event: Mapping[str, Any]) -> Happening:
     )
     known = [at for at in map(parse_time, times) if at is not None]
     created = parse_time((event.get("metadata") or {}).get("creationTimestamp"))
-    return Happening(
+    return TimelineEntry(
         at=known[0] if known else created or 0.0,
         kind=str(event.get("type") or "Normal"),
         reason=str(event.get("reason") or ""),
@@ -147,9 +147,9 @@ def _of_event(event: Mapping[str, Any]) -> Happening:
     )
 
 
-def _of_recovery(entry: PastRecovery) -> Happening:
+def _of_recovery(entry: PastRecovery) -> TimelineEntry:
     lost = plural(entry.lost_steps, "step")
-    return Happening(
+    return TimelineEntry(
         at=entry.ended or 0.0,
         kind="Recovery",
         reason="Recovered",
@@ -178,7 +178,7 @@ def events(
     if watch and output is not Output.TABLE:
         raise CannotDo("--watch is for people: leave out -o, or look once", USAGE)
     cluster = Cluster.connect(kubeconfig, context, namespace)
-    told = _look(cluster, job)
+    told = _read_timeline(cluster, job)
     if output is not Output.TABLE:
         write({"job": job, "events": told}, output)
         return
@@ -193,7 +193,7 @@ def events(
     try:
         while watch:
             time.sleep(every)
-            latest = _look(cluster, job)
+            latest = _read_timeline(cluster, job)
             fresh = [entry for entry in latest if entry not in told]
             told = latest
             if fresh:
@@ -202,7 +202,7 @@ def events(
         return
 
 
-def events_table(told: Sequence[Happening], now: float | None = None, heading: bool = True) -> Table:
+def events_table(told: Sequence[TimelineEntry], now: float | None = None, heading: bool = True) -> Table:
     """Returns a table in the given order, with ages if `now` is given."""
     table = columns(
         Column("TIME", no_wrap=True, min_width=19),
@@ -232,6 +232,6 @@ def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
     return bar if drawn else Text("▏", style=PHASES[-1][2])
 
 
-def _look(cluster: Cluster, job: str) -> tuple[Happening, ...]:
+def _read_timeline(cluster: Cluster, job: str) -> tuple[TimelineEntry, ...]:
     found = cluster.job(job)
-    return story(found, cluster.events(found))
+    return timeline(found, cluster.events(found))

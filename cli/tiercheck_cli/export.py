@@ -31,7 +31,7 @@ from tiercheck_cli.checkpoint.command import (
     export_checkpoint,
 )
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events import events_table, recoveries, story
+from tiercheck_cli.events import events_table, recoveries, timeline
 from tiercheck_cli.explain.command import why_screen
 from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import layout_of
@@ -137,7 +137,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add_object("nodes.yaml", lambda: [_node(node) for node in _nodes_of(cluster, pods)])
     for pod in pods:
         found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(clean(pod))
-    for pod in _telling(pods):
+    for pod in _most_useful_pods(pods):
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
             log = partial(cluster.log, cluster.namespace, pod_name, container, _LINES)
@@ -152,7 +152,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add("status.txt", lambda: _text(status_screen(_view(cluster, job, pods, now), _WIDTH, wide=True)))
     found.add("plan.txt", lambda: _text(plan_screen(layout_of(cluster, job), _WIDTH)))
     found.add("explain.txt", lambda: _text(why_screen(job, recoveries(job), now, _WIDTH)))
-    found.add("events.txt", lambda: _text(events_table(story(job, cluster.events(job)))))
+    found.add("events.txt", lambda: _text(events_table(timeline(job, cluster.events(job)))))
     found.add("about.json", lambda: json.dumps(
         {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__,
         "kubernetes": cluster.version()},
@@ -206,7 +206,7 @@ def _operator_logs(cluster: Cluster, found: CollectedFiles) -> None:
             found.add(f"logs/operator/{name}.log", log)
 
 
-def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _most_useful_pods(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the `_LOGS` most useful pods: those that do not run, that were restarted, then the first."""
 
     def order(pod: Mapping[str, Any]) -> tuple[bool, bool, int]:

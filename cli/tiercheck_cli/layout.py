@@ -14,8 +14,8 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.serialization import parse_quantity
 from tiercheck_operator.model.spec import JobSpec, read_spec
-from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.cluster_nodes import ClusterNode, build_topology, seat_workers
 from tiercheck_operator.planning.cluster_nodes import read_nodes as parse_nodes
 from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
@@ -273,13 +273,13 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, levels_in(spec))
     try:
-        placement = _worth(sites, topology, saved, spec.spread_level)
+        placement = _describe_saved(sites, topology, saved, spec.spread_level)
     except ValueError as error:
         raise CannotDo(f"the placement of {name} is not complete: {error}") from error
     return JobLayout(name, spec, sites, topology, placement, saved.attempt, remarks)
 
 
-def _worth(
+def _describe_saved(
     sites: tuple[WorkerSite, ...], topology: Topology, saved: SavedPlacement, level: str | None
 ) -> Placement:
     """Describes the saved placement with current node labels, whatever the spec is. Raises ValueError."""

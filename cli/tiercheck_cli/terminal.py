@@ -146,7 +146,7 @@ def remark(sentence: str) -> None:
 
 def write(answer: Mapping[str, Any], output: Output) -> None:
     """Writes JSON or YAML on standard output, with the version of its format."""
-    answer = {"apiVersion": _API, **spell(answer)}
+    answer = {"apiVersion": _API, **to_json_value(answer)}
     if output is Output.YAML:
         import yaml
 
@@ -170,17 +170,19 @@ def show(
         terminal.print(screen(terminal.width))
 
 
-def spell(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Returns `value` for JSON: camelCase fields, rounded numbers; keys that are data (node names) stay."""
     if dataclasses.is_dataclass(value):
         return {
-            re.sub(r"_(\w)", lambda found: found[1].upper(), field.name): spell(getattr(value, field.name))
+            re.sub(r"_(\w)", lambda found: found[1].upper(), field.name): to_json_value(
+                getattr(value, field.name)
+            )
             for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {key: spell(entry) for key, entry in value.items()}
+        return {key: to_json_value(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [spell(entry) for entry in value]
+        return [to_json_value(entry) for entry in value]
     return (
         (round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")) if isinstance(value, float) else value
     )

@@ -32,7 +32,7 @@ _OUTDATED = {404, 409}
 log = logging.getLogger(__name__)
 
 
-News = tuple[str, Object]
+WatchItem = tuple[str, Object]
 """ADDED, MODIFIED or DELETED with the object, or LISTED with the collection: all others are gone."""
 
 
@@ -78,13 +78,13 @@ class Client(ApiClient):
 
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> AsyncIterator[News]:
+    ) -> AsyncIterator[WatchItem]:
         """Yields the collection, then every change, for ever.
 
         The collection is listed anew whenever a change may be missed. An API server that is away is waited
         for."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
-        news: asyncio.Queue[News | BaseException] = asyncio.Queue()
+        news: asyncio.Queue[WatchItem | BaseException] = asyncio.Queue()
 
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -108,7 +108,7 @@ class Client(ApiClient):
             stop.set()
 
 
-def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterator[News]:
+def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterator[WatchItem]:
     pause = 0.1
     while True:
         try:
@@ -123,7 +123,7 @@ def _follow(server: ApiServer, path: str, selected: Mapping[str, str]) -> Iterat
         pause = min(2.0, pause * 2)
 
 
-def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[News]:
+def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: str) -> Iterator[WatchItem]:
     """Yields changes after `version`; resumes when the server ends a watch, returns if it lost them (410)."""
     asked = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS), **selected}
     while True:

@@ -27,7 +27,7 @@ _HEADER_ROOM = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Strike:
+class FailpointHit:
     """One firing of a failpoint."""
 
     pid: int
@@ -35,7 +35,7 @@ class Strike:
     """Unix seconds."""
 
 
-class NothingToHit(LookupError):
+class TargetNotFound(LookupError):
     """The target of the fault does not exist; the message names it."""
 
 
@@ -51,13 +51,13 @@ class Faults:
     def kill_container_process(
         self, pod: str, container: str = "trainer", number: int = signal.SIGKILL
     ) -> int:
-        """Signals one process of the user's command and returns its PID. Raises NothingToHit.
+        """Signals one process of the user's command and returns its PID. Raises TargetNotFound.
 
         It is a leaf of the container's process tree: not the first process (the launcher), unless that is
         alone, nor the interpreter that waits for the next attempt."""
         found = self.container_processes(pod, container)
         if not found:
-            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+            raise TargetNotFound(f"no process runs in container {container} of pod {pod}")
         parents = {_parent(pid) for pid in found}
         leaves = [pid for pid in found if pid not in parents and not waits_warm(pid)] or found[:1]
         target = max(leaves, key=_resident)  # the training process, not a helper that it started
@@ -73,19 +73,19 @@ class Faults:
         return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
 
     def kill_container(self, pod: str, container: str) -> None:
-        """Sends SIGKILL to everything in one container at once. Raises NothingToHit."""
+        """Sends SIGKILL to everything in one container at once. Raises TargetNotFound."""
         if not markers.send(markers.POD, self._place(pod, container), signal.SIGKILL):
-            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+            raise TargetNotFound(f"no process runs in container {container} of pod {pod}")
 
     def oom_kill_container(self, pod: str, container: str = "trainer") -> None:
-        """Kills a container as the kernel does when it exceeds its memory limit. Raises NothingToHit.
+        """Kills a container as the kernel does when it exceeds its memory limit. Raises TargetNotFound.
 
         Everything in it is killed at once, and its status has the reason OOMKilled."""
         mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
         mark.touch()
         try:
             self.kill_container(pod, container)
-        except NothingToHit:
+        except TargetNotFound:
             mark.unlink()
             raise
 
@@ -132,10 +132,10 @@ class Faults:
     # Nodes.
 
     def kill_rack(self, rack: str) -> list[str]:
-        """Kills all nodes of a rack as `kill_node` does; returns their names. Raises NothingToHit."""
+        """Kills all nodes of a rack as `kill_node` does; returns their names. Raises TargetNotFound."""
         names = [name for name, node in self._cluster.nodes.items() if node.labels.get(RACK) == rack]
         if not names:
-            raise NothingToHit(f"no node has {RACK}={rack}")
+            raise TargetNotFound(f"no node has {RACK}={rack}")
         self.kill_node(*names)
         return names
 
@@ -153,7 +153,7 @@ class Faults:
     def revive_node(self, name: str) -> None:
         """Restores power after `kill_node`: the node is empty, and Ready again soon."""
         if self._cluster.agent(name).poll() is None:
-            raise NothingToHit(f"node {name} is not down")
+            raise TargetNotFound(f"node {name} is not down")
         self._cluster.start_agent(name)
 
     def partition_node(self, name: str) -> None:
@@ -173,7 +173,7 @@ class Faults:
     def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False) -> None:
         """Cuts all links between the pod and each of `others` (pods), and with `operator` the operator.
 
-        Kubernetes notices nothing: the node's agent has its own connection. Raises NothingToHit if the
+        Kubernetes notices nothing: the node's agent has its own connection. Raises TargetNotFound if the
         cluster was not made `cuttable`."""
         here = self._pod(pod)["status"]["podIP"]
         there = {self._pod(other)["status"]["podIP"] for other in others}
@@ -183,7 +183,7 @@ class Faults:
         }
         self._write_cuts()
 
-    def mend_links(self) -> None:
+    def restore_links(self) -> None:
         """Restores all links. Connections from before the cut stay dead until their owner gives them up."""
         self._cut.clear()
         if self._cluster.cuts is not None:
@@ -191,7 +191,7 @@ class Faults:
 
     def _write_cuts(self) -> None:
         if self._cluster.cuts is None:
-            raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
+            raise TargetNotFound("links can be cut in a cluster that was made with cuttable=True only")
         markers.write_cuts(self._cluster.cuts, self._cut)
 
     def taint_node(self, name: str, *keys: str) -> None:
@@ -215,7 +215,7 @@ class Faults:
 
     def _operator(self) -> subprocess.Popen[bytes]:
         if self._cluster.operator is None:
-            raise NothingToHit("the operator was not started")
+            raise TargetNotFound("the operator was not started")
         return self._cluster.operator
 
     # Failpoints.
@@ -223,8 +223,8 @@ class Faults:
     def arm(self, whose: str, arming: Arming) -> None:
         """Arms a failpoint in a replica of the operator, or in all processes of <pod>.<container>.
 
-        Earlier strikes there are deleted. Raises NothingToHit if the cluster was not made with `failpoints`.
-        """
+        Earlier strikes there are deleted. Raises TargetNotFound if the cluster was not made with
+        `failpoints`."""
         path = self._armed(whose)
         path.unlink(missing_ok=True)  # the earlier arming must not find its strikes deleted
         Path(f"{path}{STRUCK}").unlink(missing_ok=True)
@@ -233,17 +233,19 @@ class Faults:
     def disarm(self, whose: str) -> None:
         self._armed(whose).unlink(missing_ok=True)
 
-    def strikes(self, whose: str) -> list[Strike]:
+    def strikes(self, whose: str) -> list[FailpointHit]:
         """Returns the strikes since `arm` was last called."""
         try:
             lines = Path(f"{self._armed(whose)}{STRUCK}").read_text().splitlines()
         except FileNotFoundError:
             return []
-        return [Strike(int(pid), float(at)) for _, _, pid, at in map(str.split, lines)]
+        return [FailpointHit(int(pid), float(at)) for _, _, pid, at in map(str.split, lines)]
 
     def _armed(self, whose: str) -> Path:
         if self._cluster.failpoints is None:
-            raise NothingToHit("failpoints can be armed in a cluster that was made with failpoints=True only")
+            raise TargetNotFound(
+                "failpoints can be armed in a cluster that was made with failpoints=True only"
+            )
         return self._cluster.failpoints / whose
 
     # Copies.
@@ -265,10 +267,10 @@ class Faults:
         return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
     def flip_bit(self, pod: str, rank: int) -> list[Path]:
-        """Flips a data bit in every sealed slot of `rank` in the pod; returns them. Raises NothingToHit."""
+        """Flips a data bit in every sealed slot of `rank` in the pod; returns them. Raises TargetNotFound."""
         slots = self.sealed_slots(pod, rank)
         if not slots:
-            raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
+            raise TargetNotFound(f"pod {pod} holds no sealed slot of rank {rank}")
         for slot, header in slots.items():
             with slot.open("r+b") as file:
                 file.seek(header.size - 1)

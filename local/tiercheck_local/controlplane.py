@@ -40,7 +40,7 @@ def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)  # it ended before the request
 
 
-async def run_until_told(*work: Coroutine[Any, Any, Any]) -> bool:
+async def run_until_stopped(*work: Coroutine[Any, Any, Any]) -> bool:
     """Runs all of `work` until SIGTERM, SIGINT, or the end of standard input (the parent is gone).
 
     Returns whether it was the latter. Raises what `work` raises; `work` never ends by itself."""

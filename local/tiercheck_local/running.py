@@ -33,7 +33,7 @@ T = TypeVar("T")
 PATIENCE = 60.0
 
 
-class GaveUp(AssertionError):
+class WaitTimeout(AssertionError):
     """The awaited condition did not come true in time; the message describes the state instead."""
 
 
@@ -47,7 +47,9 @@ def wait_for(
         if result:
             return result
         if time.monotonic() > end:
-            raise GaveUp(f"waited {deadline:.0f} s in vain for {what}; last answer: {result!r}\n{explain()}")
+            raise WaitTimeout(
+                f"waited {deadline:.0f} s in vain for {what}; last answer: {result!r}\n{explain()}"
+            )
         time.sleep(0.1)
 
 

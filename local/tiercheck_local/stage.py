@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 from tiercheck.protocol import names, signing
 from tiercheck.protocol.encoding import Malformed, from_json
 from tiercheck.protocol.report import RankRestore, Report
-from tiercheck_local.cluster import LocalCluster, NothingToHit
+from tiercheck_local.cluster import LocalCluster, TargetNotFound
 from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import wait_for
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS, SECRETS, Object
@@ -103,7 +103,7 @@ class JobStage(ABC):
         """Returns all pods of the job, including those that are being deleted."""
 
     @abstractmethod
-    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+    def inject_fault(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
         """Injects this fault of `FAULTS` into a worker or what it runs on; "cut" cuts it off `others`.
 
         Returns a description of the target. Raises ValueError for a fault that this stage does not have."""
@@ -211,8 +211,9 @@ class LaptopStage(JobStage):
         current = [report for report in self.reports().values() if report.attempt == attempt]
         return {rank.rank: rank for report in current for rank in report.restore.ranks}
 
-    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
-        """Implements `JobStage.inflict`. Call `undo` when the fault has been noticed, or its time is over.
+    def inject_fault(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        """Implements `JobStage.inject_fault`. Call `undo` when the fault has been noticed, or its time is
+        over.
 
         The trainers have a network of their own, which no fault cuts.
         """
@@ -248,7 +249,7 @@ class LaptopStage(JobStage):
             case "cut" | "deaf":
                 away = [self.pod_of(other) for other in others] if fault == "cut" else []
                 faults.cut_links(pod, away, operator=True)
-                self._undo.append(faults.mend_links)
+                self._undo.append(faults.restore_links)
             case "sidecar" | "all sidecars":
                 for each in (worker, *others) if fault == "all sidecars" else (worker,):
                     faults.kill_container(self.pod_of(each), names.SIDECAR_CONTAINER)
@@ -267,7 +268,7 @@ class LaptopStage(JobStage):
     def undo(self) -> None:
         """Ends all faults that do not end by themselves."""
         while self._undo:
-            with contextlib.suppress(NothingToHit, ProcessLookupError):
+            with contextlib.suppress(TargetNotFound, ProcessLookupError):
                 self._undo.pop()()
 
     def protect_by_parity(self) -> str:

@@ -28,7 +28,7 @@ from tiercheck.protocol import names
 from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, ReconcilerContext
 from tiercheck_operator.kubernetes.api_server import JOBS, NODES, PODS, ApiFailure
 from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
@@ -36,8 +36,8 @@ from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
+    ObjectParser,
     Resync,
-    Strange,
     Watched,
     WatchedKind,
     copy_of_job,
@@ -92,7 +92,7 @@ class Operator:
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """The UID of each job, by its namespace and the UID that its pods carry for it."""
-        self._strange = Strange()
+        self._parser = ObjectParser()
         self._jobs: Watched[Mapping[str, Any]] = Watched()
         self._view = ClusterView()
         self._leading = config.lease is None
@@ -106,7 +106,7 @@ class Operator:
             lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
         )
-        self._around = Surroundings(
+        self._context = ReconcilerContext(
             self._view.pods_of,
             self._view.all_nodes,
             self._kube,
@@ -162,7 +162,7 @@ class Operator:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._around.lines.close()
+            await self._context.lines.close()
             await self._attach.stop()
             await pages.stop()
             self._kube.close()
@@ -251,7 +251,7 @@ class Operator:
         self._leading = False
         self._metrics.leads(False)
         loops, self._loops = self._loops, {}
-        await self._attach.cease()
+        await self._attach.stop_leading()
         await asyncio.gather(*(loop.stop() for loop in loops.values()))
 
     async def _hand_over(self) -> None:
@@ -341,9 +341,9 @@ class Operator:
 
     def _pod_changed(self, body: Mapping[str, Any]) -> None:
         uid, version = _identity(body)
-        pod = self._strange.parse_or_none("Pod", body, parse_pod)
+        pod = self._parser.parse_or_none("Pod", body, parse_pod)
         if pod is not None:
-            pod = date_pod(pod, self._view.pods.get(uid), self._around.clock())
+            pod = date_pod(pod, self._view.pods.get(uid), self._context.clock())
         self._view.put_pod(uid, pod, version)
         if pod is not None:
             self._wake(pod)
@@ -352,7 +352,7 @@ class Operator:
 
     def _node_changed(self, body: Mapping[str, Any]) -> None:
         uid, version = _identity(body)
-        node = self._strange.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
+        node = self._parser.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
         if self._view.put_node(uid, node, version):
             self._wake_all()
 
@@ -360,7 +360,7 @@ class Operator:
         raw = copy_of_job(body)
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
-        known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
+        known_as = self._parser.parse_or_none(names.KIND, raw, identity_of) or uid
         identity = str(raw["metadata"]["namespace"]), known_as
         # A job's own UID is certain. The workload that it claims to be attached to is not, so the first claim
         # counts.
@@ -383,7 +383,7 @@ class Operator:
                 self._start(job)
 
     def _start(self, raw: Mapping[str, Any]) -> None:
-        loop = self._loops[raw["metadata"]["uid"]] = JobLoop(raw, self._around)
+        loop = self._loops[raw["metadata"]["uid"]] = JobLoop(raw, self._context)
         loop.start()
 
     def _forget(self, uid: str) -> JobLoop | None:

@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from tiercheck.about import __version__
-from tiercheck.connections import Arrivals, Strangers, hang_up
+from tiercheck.connections import ConnectionAcceptor, UnauthenticatedClients, hang_up
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Exact
 from tiercheck_operator.model import conditions
@@ -319,7 +319,7 @@ async def _once(
     return response
 
 
-class Pages(Arrivals[web.AppRunner]):
+class Pages(ConnectionAcceptor[web.AppRunner]):
     """Serves `metrics` (exposition format), `trouble` (sentences; empty: none) and `ready`.
 
     `tls`: a folder with tls.crt and tls.key; empty: plain HTTP."""
@@ -342,7 +342,7 @@ class Pages(Arrivals[web.AppRunner]):
                 web.get("/readyz", self._ready_page),
             ]
         )
-        self._strangers = Strangers(lambda: _MOST)
+        self._strangers = UnauthenticatedClients(lambda: _MOST)
         super().__init__(web.AppRunner(app, access_log=None, shutdown_timeout=1.0), self._serve)
 
     async def _serve(self, connection: socket.socket, address: str) -> None:

@@ -30,8 +30,8 @@ from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Holding, Report
 from tiercheck_operator.manifests.owned import Credentials
-from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import by_our_clock, make_plausible, without_lists
+from tiercheck_operator.model.observed import HostProbe, WorkerReport
+from tiercheck_operator.report_bounds import clamp_report, to_operator_clock, without_lists
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class SidecarError(Exception):
         """`failure`: a clause that completes "calls to it are ..."."""
         super().__init__(message)
         self.failure = failure
-        self.sign: HostSign | None = None
+        self.sign: HostProbe | None = None
         """The host's reaction to a probe during the call; None: not probed."""
 
 
@@ -370,7 +370,7 @@ class JobSidecars:
             request = asyncio.ensure_future(
                 self._request("GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls)
             )
-            knock: asyncio.Task[HostSign] | None = None
+            knock: asyncio.Task[HostProbe] | None = None
             try:
                 # Probed while the answer is late, not afterwards: a recovery may wait for the result.
                 if not (await asyncio.wait([request], timeout=max(0.0, seconds - _KNOCK)))[0]:
@@ -455,7 +455,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        report, size = make_plausible(by_our_clock(self._signer.without_hearsay(report), ahead)), len(text)
+        report, size = clamp_report(to_operator_clock(self._signer.without_hearsay(report), ahead)), len(text)
         others = sum(self._sizes.values()) - self._sizes.get(host, 0)
         allowed = _OF_JOB + _OF_SIDECAR * len(self._hosts)
         self._sizes[host] = size if others + size <= allowed else 0
@@ -474,7 +474,7 @@ class JobSidecars:
         now, before = self._clock(), known.report
         if report.pod_uid != uid:
             other = SidecarError("another pod answers at this address", "answered by another pod")
-            self._not_heard(uid, other, now, HostSign.NOTHING)
+            self._not_heard(uid, other, now, HostProbe.NOTHING)
             return
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
@@ -493,7 +493,7 @@ class JobSidecars:
         if before != report or known.silent_since is not None:
             self._wake()
 
-    def _not_heard(self, uid: str, why: SidecarError, since: float, sign: HostSign) -> None:
+    def _not_heard(self, uid: str, why: SidecarError, since: float, sign: HostProbe) -> None:
         """Records a failed call. `since`: when an answer was due; `sign`: the reaction of its host to a
         probe."""
         known = self._reports.get(uid)
@@ -582,17 +582,17 @@ async def _body(response: aiohttp.ClientResponse, host: str, large: asyncio.Sema
     return bytes(found)
 
 
-async def _knock(address: str) -> HostSign:
+async def _knock(address: str) -> HostProbe:
     """Probes the control port: the kernel refuses for an ended process and accepts for a busy one."""
     try:
         async with asyncio.timeout(_KNOCK):
             _, writer = await asyncio.open_connection(*endpoint(address, names.CONTROL_PORT))
     except ConnectionRefusedError:
-        return HostSign.REFUSED
+        return HostProbe.REFUSED
     except (TimeoutError, OSError):
-        return HostSign.NOTHING
+        return HostProbe.NOTHING
     writer.close()
-    return HostSign.ACCEPTED
+    return HostProbe.ACCEPTED
 
 
 def _stepped(before: Report | None, after: Report) -> bool:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tiercheck.connections import Strangers
+from tiercheck.connections import UnauthenticatedClients
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
+from tiercheck_sidecar.control.api import ControlApi, CoordinatorServer, GuardedPort, server_context
 from tiercheck_sidecar.control.report import Reporter, own_credentials, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.channel import why_no_ucx
@@ -33,7 +33,7 @@ from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.parity.holder import ParityHolder, ParitySession
-from tiercheck_sidecar.parity.link import ParitySender
+from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore.restore import Restorer
@@ -109,7 +109,7 @@ class Sidecar:
             self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )
         self.parity_holder = ParityHolder(self.state, self.vault)
-        self.exchange.language = lambda wire, claim: (
+        self.exchange.extra_handlers = lambda wire, claim: (
             ParitySession(self.state, self.parity_holder, wire, claim).handlers
         )
         self.reporter.owes = self._owes
@@ -125,7 +125,8 @@ class Sidecar:
         loop = asyncio.get_running_loop()
         # Clients are not known here, so a connection is closed once it was answered.
         await self._serve(
-            GuardedPort(self._health(), Strangers(lambda: _MOST_STRANGERS)), self.config.metrics_port
+            GuardedPort(self._health(), UnauthenticatedClients(lambda: _MOST_STRANGERS)),
+            self.config.metrics_port,
         )
         await asyncio.to_thread(self._open_memory)
         # Not before: verifying a large memory takes long, may be cut off, and cannot be interrupted.
@@ -136,8 +137,10 @@ class Sidecar:
         for name, loop_body in self._loops():
             self.state.threads.loop(name, loop_body, vital=name not in _BESIDE)
         control = ControlApi(self.state, self.reporter)
-        api = control.build(web.get(PATH, TierPort(self.coordinator).upgrade))
-        strangers = Strangers(self._most_strangers, lambda: named_addresses(self.state.directive))
+        api = control.build(web.get(PATH, CoordinatorServer(self.coordinator).upgrade))
+        strangers = UnauthenticatedClients(
+            self._most_strangers, lambda: named_addresses(self.state.directive)
+        )
         port = GuardedPort(api, strangers, server_context(self.config))
         control.on_proof = port.believe
         await self._serve(port, self.config.control_port)
@@ -246,7 +249,7 @@ class Sidecar:
                 log.error(
                     "the last version did not reach the remote tier within %.0f s: %s",
                     seconds,
-                    self._hold_up(),
+                    self._why_not_uploaded(),
                 )
                 return
             seen = state.wait(seen, timeout=0.5)
@@ -259,7 +262,7 @@ class Sidecar:
             return self.tiers.end().final
         return self.coordinator.may_go if self.state.config.worker == 0 else may_go(self.tiers.end())
 
-    def _hold_up(self) -> str:
+    def _why_not_uploaded(self) -> str:
         """Returns why the last version was not uploaded, and what to do."""
         if self.state.remote.reachable is False:
             return (

@@ -48,7 +48,7 @@ class SourceCorrupt(SourceFailed):
     """A source that gave bytes that do not match their digests: it must not be asked again."""
 
 
-class TriedInVain(SourceFailed):
+class FetchFailed(SourceFailed):
     """An artifact that none of several sources could give; each of `reasons` names one."""
 
     def __init__(self, reasons: Sequence[str], bad: Sequence[Quarantined] = ()) -> None:
@@ -137,7 +137,7 @@ def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: Bou
 class Connection(Protocol):
     """A connection that a call may own."""
 
-    heard: Callable[[int], None]
+    on_received: Callable[[int], None]
 
     def cut(self) -> None: ...
 
@@ -159,7 +159,7 @@ class Stalled(SourceFailed):
     """A place from which nothing came for too long."""
 
 
-class LeftBehind(BaseException):
+class CallAbandoned(BaseException):
     """The end of an abandoned call.
     It is no Exception, so that no code on the way takes it for a failure of the place."""
 
@@ -167,28 +167,28 @@ class LeftBehind(BaseException):
 class BoundedCall:
     """A call to a place, as its own thread uses it. Thread-safe."""
 
-    def __init__(self, heard: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self, on_received: Callable[[int], None] = lambda count: None) -> None:
         """The callback receives the number of bytes that come, as long as a caller waits for them."""
-        self._heard = heard
+        self._heard = on_received
         self._lock = threading.Lock()
         self._wires: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.left = self.over = False
 
     def arrived(self, count: int) -> None:
-        """Counts received bytes; 0 only checks that the call goes on. Raises LeftBehind."""
+        """Counts received bytes; 0 only checks that the call goes on. Raises CallAbandoned."""
         if self.left:
-            raise LeftBehind
+            raise CallAbandoned
         if count:
             self._heard(count)
 
     def own(self, wire: C) -> C:
-        """Registers a connection that serves this call alone, and ends with it. Raises LeftBehind."""
+        """Registers a connection that serves this call alone, and ends with it. Raises CallAbandoned."""
         with self._lock:
             self._wires.add(wire)
-            wire.heard = self.arrived
+            wire.on_received = self.arrived
         if self.left:
             wire.close()
-            raise LeftBehind
+            raise CallAbandoned
         return wire
 
     def leave(self) -> None:
@@ -218,7 +218,10 @@ class BoundedCalls:
         """The time at which each place with abandoned calls was last called."""
 
     def make(
-        self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
+        self,
+        place: str,
+        body: Callable[[BoundedCall], T],
+        on_received: Callable[[int], None] = lambda count: None,
     ) -> T:
         """Returns what `body` returns.
         Raises what it raises, Stalled, and RuntimeError if the system gives no thread."""
@@ -232,7 +235,7 @@ class BoundedCalls:
         def count(more: int) -> None:
             with self._lock:
                 self._bytes[place] += more
-            heard(more)
+            on_received(more)
 
         call = BoundedCall(count)
 

@@ -154,7 +154,7 @@ class _Campaign:
             if injection.point is not None and name == "crash":
                 worker = (worker + 1) % self._plan.workers
             self._note(name, fault.ends)
-            stage.inflict(name, worker)
+            stage.inject_fault(name, worker)
             if injection.point is None:
                 stage.rest(fault.seconds)
                 return True

@@ -21,7 +21,7 @@ from tests.sidecar.remote.s3 import faulty_proxy
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Proxy, Seen, proxying
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_local.cluster import LocalCluster, Strike
+from tiercheck_local.cluster import FailpointHit, LocalCluster
 from tiercheck_local.demo.job import ObjectStore, credentials, in_bucket
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_local.stage import FAULTS, Fault, LaptopStage, condition_is, tier_step
@@ -189,25 +189,25 @@ class StruckStage(LaptopStage):
             whose, Arming(injection.name, injection.action, skip=injection.skip, seconds=2.0)
         )
 
-    def struck(self, whose: str, seconds: float) -> Strike | None:
+    def struck(self, whose: str, seconds: float) -> FailpointHit | None:
         """The strike, if the point is passed within that time. Nothing is armed afterwards."""
         self.comes(lambda: self.cluster.faults.strikes(whose), seconds)
         self.cluster.faults.disarm(whose)
         return next(iter(self.cluster.faults.strikes(whose)), None)
 
-    def go_on(self, strike: Strike) -> None:
+    def go_on(self, strike: FailpointHit) -> None:
         """End of "stop"; whoever was stopped may have been killed meanwhile."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(strike.pid, signal.SIGCONT)
 
     # Faults
 
-    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+    def inject_fault(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
         if fault.startswith("store"):
             self.store.mood = fault
             return fault
         try:
-            return super().inflict(fault, worker, set(range(self.workers)) - {worker})
+            return super().inject_fault(fault, worker, set(range(self.workers)) - {worker})
         except ApiFailure:
             if fault != "evict":  # else it was just replaced
                 raise

@@ -18,7 +18,7 @@ from tests.access import server_tls
 from tests.cli import recorded
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_cli.commands import complete
-from tiercheck_cli.terminal import spell
+from tiercheck_cli.terminal import to_json_value
 from tiercheck_operator.kubernetes.certificates import issue
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,9 @@ def test_lines_in_a_pipe_end_without_blanks() -> None:
 
 
 def test_json_is_in_camel_case_with_a_version_and_few_digits() -> None:
-    told = spell({"node_1": {"a-b": 1.23456789e-9}, "view": Held(lost_steps=2, age_seconds=1234.56789)})
+    told = to_json_value(
+        {"node_1": {"a-b": 1.23456789e-9}, "view": Held(lost_steps=2, age_seconds=1234.56789)}
+    )
     assert told == {"node_1": {"a-b": 1.235e-9}, "view": {"lostSteps": 2, "ageSeconds": 1234.568}}
     ran = start(*PLAN, "-o", "json")
     assert json.loads(ran.stdout)["apiVersion"] == "cli.tiercheck.io/v1alpha1"

@@ -13,7 +13,7 @@ from tests.cli import recorded
 from tests.cli.shown import FOLDER, matches, rendered
 from tiercheck.trainer import process
 from tiercheck_cli.commands import app
-from tiercheck_cli.events import events_table, story
+from tiercheck_cli.events import events_table, timeline
 from tiercheck_operator.model.conditions import Cause
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ BLOCK = re.compile(r"<!-- golden: ([\w-]+) -->\n```text\n.*?```", re.DOTALL)
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_events_on_screens_of_several_widths(width: int) -> None:
-    shown = rendered(events_table(story(recorded.job(), recorded.events())), width)
+    shown = rendered(events_table(timeline(recorded.job(), recorded.events())), width)
     assert max(map(len, shown.splitlines())) <= width
     matches(f"events-{width}", shown)
 

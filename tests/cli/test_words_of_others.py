@@ -22,7 +22,7 @@ from tests.cli import recorded
 from tests.cli.shown import run
 from tiercheck.redaction import redacted
 from tiercheck_cli import terminal
-from tiercheck_cli.events import events_table, story
+from tiercheck_cli.events import events_table, timeline
 from tiercheck_cli.export import clean
 from tiercheck_cli.terminal import Output, Text
 
@@ -52,7 +52,7 @@ def table(cell: object) -> Table:
 @pytest.mark.parametrize("evil", EVIL)
 def test_text_of_any_kind_is_shown_without_what_a_terminal_obeys(evil: str) -> None:
     event = {"type": "Normal", "reason": evil, "message": f"it {evil} ended", "metadata": {}}
-    told = story(
+    told = timeline(
         {"metadata": {"name": evil}, "status": {}}, [{**event, "lastTimestamp": "2026-11-26T08:00:00Z"}]
     )
     ways: list[RenderableType] = [

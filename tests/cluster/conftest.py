@@ -42,7 +42,7 @@ def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
     """Makes jobs, and removes them and repairs the cluster afterwards."""
     made = Jobs(cluster, tmp_path)
     yield made
-    cluster.faults.mend_links()
+    cluster.faults.restore_links()
     made.clean_up()
     for name in cluster.nodes:
         if cluster.agent(name).poll() is not None:

@@ -61,7 +61,7 @@ class Job(LaptopStage):
     def hit(self, fault: str, worker: int = 1) -> Mapping[str, Any]:
         """The lastRecovery that follows, of any attempt newer than that of now."""
         before = self.attempt
-        self.inflict(fault, worker)
+        self.inject_fault(fault, worker)
         return self.wait_recovered(before)
 
     def wait_trained(self, step: int, tier: str = "peer") -> Mapping[str, Any]:

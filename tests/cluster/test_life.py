@@ -75,7 +75,7 @@ def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_af
     job.wait_condition("Evictable")
     with cordoned(cluster, job.node_of(0)):
         # its replacement has nowhere to go: the restore takes as long as we like
-        job.inflict("evict", 1)
+        job.inject_fault("evict", 1)
         job.wait_condition("Evictable", "False", "RestoreUnderWay")
         with pytest.raises(ApiFailure, match="disruption budget") as refused:
             cluster.faults.evict_pod(job.pod_of(0))

@@ -79,7 +79,7 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
     cluster.wait_for(lambda: newest_step(cluster, pod) > here, PATIENCE, "the old worker to go on stepping")
     assert recovery["tiers"]["peer"] == 1, "its replacement came back from the other worker's memory"
     # it reaches its peers again; neither the controller nor Kubernetes can tell it anything
-    cluster.faults.mend_links()
+    cluster.faults.restore_links()
     cluster.wait_for(lambda: not trains(cluster, node, uid), PATIENCE, "the old worker to stop itself")
     versions = {holding.version for report in job.reports().values() for holding in report.holdings}
     stale = {
@@ -173,7 +173,7 @@ def test_sidecar_that_is_killed_twice_costs_no_step_and_its_kubelets_wait_is_tol
         cluster.wait_for(lambda: job.sidecar().get("started"), 60, "the sidecar to have started")
         job.wait_condition("Protected")
         here = progress(job.status)
-        job.inflict("sidecar", 1)
+        job.inject_fault("sidecar", 1)
         told = job.wait("it to be told", lambda status: protected(status)["reason"] == "SidecarRestarting")
         if lives == 2:
             told = job.wait("the wait to be told", lambda status: "10 s" in protected(status)["message"])
@@ -218,7 +218,7 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
     old = job.uids()
     cluster.faults.hold_starts(names.SIDECAR_CONTAINER)
     try:
-        job.inflict("evict", 1)
+        job.inject_fault("evict", 1)
         cluster.wait_for(
             lambda: job.uids()[1] != old[1] and "running" in job.sidecar().get("state", {}),
             60,

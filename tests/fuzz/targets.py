@@ -52,11 +52,11 @@ from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import read_placement_data
-from tiercheck_operator.plausible import by_our_clock
+from tiercheck_operator.report_bounds import to_operator_clock
 from tiercheck_operator.sidecars import read_report
 from tiercheck_sidecar.decoding import decode, decode_request, encode, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
-from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken
+from tiercheck_sidecar.exchange.frames import ListedArtifact, PeerRequest, PeerResponse, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.node_memory import FolderOwner
@@ -64,9 +64,15 @@ from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
 from tiercheck_sidecar.vault.stock import take_inventory
+from tiercheck_sidecar.versions.report_updates import (
+    ReportInterner,
+    ReportUpdate,
+    TierAnswer,
+    UpdateRejected,
+    difference,
+)
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead
 from tiercheck_sidecar.versions.tier_line import Messages, framed
-from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, difference
 
 _VERSION = Version(5, 1)
 _DIGESTS = Digests(9000, 4096, ("a" * 32, "b" * 32, "c" * 32))
@@ -109,15 +115,15 @@ def _request(text: bytes) -> None:
 
 def _report(text: bytes) -> None:
     with contextlib.suppress(Malformed):
-        to_json(by_our_clock(read_report(text), 3.0))
+        to_json(to_operator_clock(read_report(text), 3.0))
 
 
 def _exchange(text: bytes) -> None:
     with contextlib.suppress(Malformed, WireBroken):
-        ask = decode(text, Ask)
+        ask = decode(text, PeerRequest)
         hash((ask.artifact, ask.digests is not None and is_well_formed(ask.digests)))
     with contextlib.suppress(Malformed):
-        decode(text, Say)
+        decode(text, PeerResponse)
 
 
 def _slot(text: bytes) -> None:
@@ -305,10 +311,10 @@ def _json(value: object) -> tuple[bytes, ...]:
 
 def _news(text: bytes) -> None:
     """To a coordinator's end that has heard a whole word before."""
-    vocabulary = Vocabulary()
-    base = vocabulary.updated(None, decode(encode(_NEWS), TierNews))
-    with contextlib.suppress(Malformed, DoubtfulNews):
-        word = vocabulary.updated(base, decode(text, TierNews))
+    vocabulary = ReportInterner()
+    base = vocabulary.updated(None, decode(encode(_NEWS), ReportUpdate))
+    with contextlib.suppress(Malformed, UpdateRejected):
+        word = vocabulary.updated(base, decode(text, ReportUpdate))
         assert word.own.keys() == word.shapes.keys()
 
 
@@ -332,7 +338,7 @@ def _full(hint: Any) -> Any:
 
 _NEWS = difference(
     None,
-    Vocabulary().word(WorkerHead("u", 1, 0), [(RankOwn(0), RankHoldings())], [((1,), HeldCopies())]),
+    ReportInterner().word(WorkerHead("u", 1, 0), [(RankOwn(0), RankHoldings())], [((1,), HeldCopies())]),
     1,
     0,
 )
@@ -342,17 +348,17 @@ TARGETS: dict[str, Target] = {
         "report": Target(_report, (to_json(_full(Report)),)),
         "exchange": Target(
             _exchange,
-            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)),
-                to_json(Say("send", missing=(0, 7), damaged=(1,),
-                    listed=(ListedArtifact(Ask("x", 0, _VERSION).artifact, 3),)))),
+            (to_json(PeerRequest("offer", 0, _VERSION, 1, _DIGESTS)),
+                to_json(PeerResponse("send", missing=(0, 7), damaged=(1,),
+                    listed=(ListedArtifact(PeerRequest("x", 0, _VERSION).artifact, 3),)))),
         ),
-        "parity ask": _message(Ask, Ask("read", 0, _VERSION, share=Share(0, (0, 1)))),
+        "parity ask": _message(PeerRequest, PeerRequest("read", 0, _VERSION, share=Share(0, (0, 1)))),
         "handshake claim": _message(CallerClaim, CallerClaim("u", 0, 1, "n")),
         "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
         "handshake proof": _message(CallerProof, CallerProof("p")),
         "verdict": _message(TierVerdict, decode(b'{"attempt":1,"watermarks":{}}', TierVerdict)),
         "tier answer": _message(TierAnswer, TierAnswer(1, upload=_VERSION, received=(0,))),
-        "tier news": Target(_news, (encode(_NEWS), encode(TierNews(2, 1)))),
+        "tier news": Target(_news, (encode(_NEWS), encode(ReportUpdate(2, 1)))),
         "messages of a connection": Target(_messages, (framed(b"{}") + framed(b""),)),
         "hello": _message(Hello, Hello("rank", 1)),
         "request": Target(_request,

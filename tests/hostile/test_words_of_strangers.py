@@ -19,8 +19,8 @@ from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.object_reader import Access
-from tiercheck_operator.kubernetes.owned_objects import Belongings
-from tiercheck_operator.kubernetes.watches import ClusterView, Strange
+from tiercheck_operator.kubernetes.owned_objects import OwnedObjects
+from tiercheck_operator.kubernetes.watches import ClusterView, ObjectParser
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
 from tiercheck_operator.model.saved_placement import SavedPlacement
 
@@ -53,7 +53,7 @@ owners = st.one_of(
 
 
 def seen(*pods: Object) -> ClusterView:
-    view, strange = ClusterView(), Strange()
+    view, strange = ClusterView(), ObjectParser()
     for number, raw in enumerate(pods):
         uid = str(raw["metadata"].get("uid") or number)
         view.put_pod(uid, strange.parse_or_none("Pod", raw, parse_pod), number)
@@ -129,7 +129,7 @@ NODE: Object = {
 
 @given(strange(MINE), strange(NODE))
 def test_object_that_makes_no_sense_is_left_out_and_stops_nobody(raw_pod: Object, raw_node: Object) -> None:
-    strange = Strange()
+    strange = ObjectParser()
     view = ClusterView()
     view.put_pod("p", strange.parse_or_none("Pod", raw_pod, parse_pod), 1)
     view.put_node("n", strange.parse_or_none("Node", raw_node, parse_node), 1)
@@ -139,7 +139,7 @@ def test_object_that_makes_no_sense_is_left_out_and_stops_nobody(raw_pod: Object
 
 
 def test_what_was_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    strange = Strange()
+    strange = ObjectParser()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert strange.parse_or_none("Node", {**NODE, "status": 7}, parse_node) is None
@@ -228,7 +228,7 @@ def test_job_whose_spec_makes_no_sense_ends_no_watch(operator: Operator, spec: A
 def test_status_that_makes_no_sense_is_not_read_as_one(status: Any) -> None:
     job = new_job()
     job["status"] = status
-    Strange().parse_or_none(names.KIND, job, parse_job)
+    ObjectParser().parse_or_none(names.KIND, job, parse_job)
 
 
 @pytest.mark.parametrize("name", ["../../victim/secrets", "a/b", "x?y=z", "x#y", "%2e%2e", "a b", "\n"])
@@ -284,7 +284,7 @@ def having(owner: str) -> ApiModel:
 
 async def test_placement_of_somebody_else_is_left_as_it_is() -> None:
     server = having("another")
-    belongings = Belongings(server)
+    belongings = OwnedObjects(server)
     with pytest.raises(ApiFailure, match="j-placement is not this job's") as refused:
         await belongings.save_placement(JOB, SavedPlacement(1, ()))
     assert refused.value.refused, "said in the job's status"
@@ -293,5 +293,5 @@ async def test_placement_of_somebody_else_is_left_as_it_is() -> None:
 
 async def test_placement_of_the_job_itself_is_written_anew() -> None:
     server = having("u")
-    await Belongings(server).save_placement(JOB, SavedPlacement(1, ()))
+    await OwnedObjects(server).save_placement(JOB, SavedPlacement(1, ()))
     assert server.names("PUT") == ["j-placement"]

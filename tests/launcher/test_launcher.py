@@ -251,9 +251,9 @@ def test_sidecar_restarts_and_the_command_runs_on_and_is_told_again(launch: Laun
 DIES_BETWEEN_TWO_WORDS = """
 import socket, sys
 from tiercheck.launcher import app
-from tiercheck.launcher.sidecar_line import SidecarLine
+from tiercheck.launcher.sidecar_connection import SidecarConnection
 
-send, broken = SidecarLine.send, []
+send, broken = SidecarConnection.send, []
 
 def send_to_one_that_has_just_died(line, event):
     if not broken:
@@ -261,7 +261,7 @@ def send_to_one_that_has_just_died(line, event):
         line._socket.shutdown(socket.SHUT_RDWR)
     send(line, event)
 
-SidecarLine.send = send_to_one_that_has_just_died
+SidecarConnection.send = send_to_one_that_has_just_died
 sys.exit(app.main(sys.argv[1:]))
 """
 

@@ -9,7 +9,7 @@ from tiercheck.launcher.environment import command_environment
 from tiercheck.launcher.recipe import Recipe, recipe_of
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
-from tiercheck.warm.becoming import cannot_be_applied
+from tiercheck.warm.in_place_exec import cannot_be_applied
 
 
 def locate(name: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck_local.controllers.scheduler import Chosen, Nowhere, choose, requests
+from tiercheck_local.controllers.scheduler import Chosen, NoNodeFits, choose, requests
 from tiercheck_local.nodespec import RACK, BadCluster, NodeSpec
 
 
@@ -99,7 +99,7 @@ def test_ports_of_a_node_are_given_to_one_pod_at_a_time() -> None:
 
     assert choose(on_host("p", 7000), [A], [on_host("q", 7001, on="a")]) == Chosen("a")
     refused = choose(on_host("p", 7000), [A], [on_host("q", 7000, on="a")])
-    assert isinstance(refused, Nowhere)
+    assert isinstance(refused, NoNodeFits)
     assert "free ports" in refused.message
 
 
@@ -147,7 +147,7 @@ def test_taints_keep_pods_away_unless_tolerated() -> None:
     tolerant = pod(tolerations=[{"key": "gpu", "operator": "Equal", "value": "x", "effect": "NoSchedule"}])
     assert choose(tolerant, [tainted], []) == Chosen("a")
     assert choose(pod(tolerations=[{"operator": "Exists"}]), [tainted], []) == Chosen("a")
-    assert isinstance(choose(pod(tolerations=[{"key": "gpu", "value": "y"}]), [tainted], []), Nowhere)
+    assert isinstance(choose(pod(tolerations=[{"key": "gpu", "value": "y"}]), [tainted], []), NoNodeFits)
 
 
 def test_preferring_taint_does_not_forbid() -> None:
@@ -162,7 +162,7 @@ def test_message_counts_every_reason() -> None:
         node("d", room={"cpu": "1"}),
     ]
     wanted = pod(containers=asking(cpu="2"), nodeSelector={"kubernetes.io/hostname": "d"})
-    assert choose(wanted, nodes, []) == Nowhere(
+    assert choose(wanted, nodes, []) == NoNodeFits(
         "0/4 nodes are available: 1 Insufficient cpu, 1 node(s) didn't match Pod's node affinity/selector, "
         "1 node(s) had untolerated taint {gpu: x}, 1 node(s) were unschedulable."
     )
@@ -170,25 +170,25 @@ def test_message_counts_every_reason() -> None:
 
 def test_full_node_takes_no_more_pods() -> None:
     full = [pod(str(index), on="a") for index in range(3)]
-    assert choose(pod(), [A], full) == Nowhere("0/1 nodes are available: 1 Too many pods.")
+    assert choose(pod(), [A], full) == NoNodeFits("0/1 nodes are available: 1 Too many pods.")
 
 
 def test_requests_of_present_pods_count() -> None:
     present = [pod("x", on="a", containers=asking(memory="6Gi"))]
-    assert choose(pod(containers=asking(memory="3Gi")), [A], present) == Nowhere(
+    assert choose(pod(containers=asking(memory="3Gi")), [A], present) == NoNodeFits(
         "0/1 nodes are available: 1 Insufficient memory."
     )
     assert choose(pod(containers=asking(memory="2Gi")), [A], present) == Chosen("a")
 
 
 def test_unknown_resource_is_insufficient() -> None:
-    assert choose(pod(containers=asking(**{"nvidia.com/gpu": "1"})), [A], []) == Nowhere(
+    assert choose(pod(containers=asking(**{"nvidia.com/gpu": "1"})), [A], []) == NoNodeFits(
         "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
     )
 
 
 def test_without_nodes_the_message_says_so() -> None:
-    assert choose(pod(), [], []) == Nowhere("no nodes available to schedule pods")
+    assert choose(pod(), [], []) == NoNodeFits("no nodes available to schedule pods")
 
 
 def test_sidecars_add_to_main_containers_and_init_containers_only_peak() -> None:

@@ -37,7 +37,7 @@ from tiercheck.clocks import ClockSkew, SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import (
-    Break,
+    ConnectionFailure,
     Holding,
     Problem,
     Proof,
@@ -58,7 +58,7 @@ from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.recovery import availability
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
-from tiercheck_operator.plausible import MOST, by_our_clock, make_plausible
+from tiercheck_operator.report_bounds import MOST, clamp_report, to_operator_clock
 from tiercheck_operator.sidecars import JobSidecars, read_report
 
 MIB = 2**20
@@ -278,7 +278,7 @@ def lying(report: Report, numbers: random.Random) -> Report:
             read = read_report(json.dumps(told).encode())
         except ValueError:
             continue
-        return make_plausible(by_our_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
+        return clamp_report(to_operator_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
 
 
 def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
@@ -313,7 +313,7 @@ def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]
     block = Holding(2, version, Tier.PEER, 1, Kind.SNAPSHOT, share)
     make_lie(
         world.sidecars[world.member(2)],
-        lambda report: make_plausible(replace(report, holdings=(*report.holdings, block))),
+        lambda report: clamp_report(replace(report, holdings=(*report.holdings, block))),
     )
     assert world.recovered(crash=1)["step"]
 
@@ -333,11 +333,11 @@ def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.Mo
 
 def test_what_is_true_is_taken_as_it_is() -> None:
     report = some_report()
-    assert make_plausible(report) == report
+    assert clamp_report(report) == report
     held = tuple(
         Holding(n, Version(n, 1), Tier.PEER, n, Kind.DELTA, Share(n % 4, (n, n + 1))) for n in range(20)
     )
-    assert make_plausible(replace(report, holdings=held)).holdings == held
+    assert clamp_report(replace(report, holdings=held)).holdings == held
 
 
 def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -> None:
@@ -345,9 +345,10 @@ def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -
     told = replace(
         some_report(), watermarks=Watermarks(far, far, far),
         proofs=(Proof(Tier.PEER, far, -1e300, 1e300, -(2**63)),),
-        unreachable=(Unreachable(1, "h", 1e300, Break.SILENT),), problems=(Problem("no word", "x"),),
+        unreachable=(Unreachable(1, "h", 1e300, ConnectionFailure.SILENT),),
+        problems=(Problem("no word", "x"),),
     )  # fmt: skip
-    found = make_plausible(told)
+    found = clamp_report(told)
     assert found.watermarks.local == Version(MOST, MOST)
     assert (found.proofs[0].at, found.unreachable[0].since) == (-(2.0**31), 253_370_764_800.0)
     assert found.problems[0].message == "x"
@@ -404,11 +405,11 @@ def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
     )
     proof = Proof(Tier.PEER, Version(3, 1), at=150.0, seconds=7.0, bytes=1)
     given = replace(report, trainer=trainer, proofs=(proof,))
-    moved = by_our_clock(given, 50.0)
+    moved = to_operator_clock(given, 50.0)
     assert moved == replace(
         given, trainer=replace(trainer, started_at=50.0, ended_at=110.0), proofs=(replace(proof, at=100.0),)
     )
-    assert by_our_clock(given, 0.0) is given
+    assert to_operator_clock(given, 0.0) is given
 
 
 # No step of the operator's own clock gives anybody up.

@@ -42,7 +42,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_operator import sidecars
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.model.actions import Push
-from tiercheck_operator.model.observed import HostSign
+from tiercheck_operator.model.observed import HostProbe
 from tiercheck_operator.sidecars import (
     DirectiveEncoder,
     JobSidecars,
@@ -497,20 +497,20 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=0.2)
     with bound(port) as listener, contextlib.ExitStack() as callers:
         client.follow({"pod": join_address(HOST, first_port)})
-        await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
+        await until(lambda: client.reports["pod"].host is HostProbe.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
-        await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
+        await until(lambda: client.reports["pod"].host is HostProbe.ACCEPTED)
         # Its queue is full then: the kernel drops what asks, as if the host were gone.
         for _ in range(2 * _QUEUE):
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex((HOST, port))
-        await until(lambda: client.reports["pod"].host is HostSign.NOTHING)
+        await until(lambda: client.reports["pod"].host is HostProbe.NOTHING)
         await client.close()
 
 
 async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_before_it_is_told() -> None:
-    told: list[tuple[float, HostSign]] = []
+    told: list[tuple[float, HostProbe]] = []
 
     def look() -> None:
         known = client.reports.get("pod")
@@ -524,7 +524,7 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
         client.follow({"pod": HOST})
         await until(lambda: told)
         since, host = told[0]
-        assert host is HostSign.ACCEPTED, "else a busy sidecar would be taken for a dead host for a moment"
+        assert host is HostProbe.ACCEPTED, "else a busy sidecar would be taken for a dead host for a moment"
         assert since - began < 0.5 <= time.time() - began, "it was due at once, and had half a second for it"
         await client.close()
 
@@ -547,9 +547,9 @@ async def test_host_is_tried_while_its_sidecars_answer_is_late(
         finally:
             order.append("asked")
 
-    async def knock(_: str) -> HostSign:
+    async def knock(_: str) -> HostProbe:
         order.append("tried")
-        return HostSign.NOTHING
+        return HostProbe.NOTHING
 
     monkeypatch.setattr(listening, "_request", asking)
     monkeypatch.setattr(sidecars, "_knock", knock)

@@ -17,7 +17,7 @@ from tests.operator.kubelet_words import SidecarContainer, sidecar_view
 from tests.operator.sidecar_model import SidecarModel, by_age
 from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Source, Tier
-from tiercheck.protocol.report import SPARE, Break, Report, TrainerState, Unreachable
+from tiercheck.protocol.report import SPARE, ConnectionFailure, Report, TrainerState, Unreachable
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.execute import RefusalMemory
@@ -44,7 +44,7 @@ from tiercheck_operator.model.actions import (
 )
 from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import (
-    HostSign,
+    HostProbe,
     JobView,
     NodeView,
     Observation,
@@ -743,7 +743,7 @@ class World:
                 continue
             since = self.missed.setdefault(key, self.now)
             if self.now - since >= 3:
-                how = Break.SILENT if silent else Break.REFUSED
+                how = ConnectionFailure.SILENT if silent else ConnectionFailure.REFUSED
                 found.append(Unreachable(peer.worker, peer.host, since, how))
         return tuple(sorted(found, key=lambda each: each.worker))
 
@@ -776,11 +776,11 @@ class World:
     def _known(self, uid: str) -> WorkerReport:
         return self.reports.get(uid, WorkerReport(None, None, None))
 
-    def _sign(self, uid: str) -> HostSign:
+    def _sign(self, uid: str) -> HostProbe:
         sidecar = self.sidecars.get(uid)
         if sidecar is None or not sidecar.reachable or self._mute(uid) or self.are_cut("controller", uid):
-            return HostSign.NOTHING
-        return HostSign.ACCEPTED if sidecar.hung else HostSign.REFUSED
+            return HostProbe.NOTHING
+        return HostProbe.ACCEPTED if sidecar.hung else HostProbe.REFUSED
 
     def listens(self, uid: str) -> bool:
         """Whether the pod's sidecar takes calls, from whoever gets through to it."""

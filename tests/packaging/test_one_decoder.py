@@ -25,7 +25,7 @@ OTHER_DOORS = {
         "takes objects apart, once they are cut to a depth, and gives the parts to the door; "
         "errors, which its framework reads"
     ),
-    "tiercheck/warm/becoming.py": (
+    "tiercheck/warm/in_place_exec.py": (
         "an order of this process's own parent; its environment may hold what is no Unicode"
     ),
     "operator/tiercheck_operator/model/saved_placement.py": "types of values that came through the door",

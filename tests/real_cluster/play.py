@@ -70,7 +70,7 @@ class Play:
         before, pods, containers = training.attempt, self._pods(), training.trainers()
         began = time.time()
         if isinstance(inject, tuple):
-            training.inflict(*inject)
+            training.inject_fault(*inject)
         else:
             inject()
         training.wait("an attempt", lambda _: training.attempt > before)

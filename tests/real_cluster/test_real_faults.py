@@ -139,7 +139,7 @@ def test_restarted_kubelet_stops_no_training(play: Play) -> None:
 
 def test_killed_sidecar_stops_no_training(play: Play) -> None:
     play.leave_alone(
-        "sidecar, kill -9", lambda: play.training.inflict("sidecar", 1), told=lambda: protected(play)
+        "sidecar, kill -9", lambda: play.training.inject_fault("sidecar", 1), told=lambda: protected(play)
     )
 
 
@@ -149,7 +149,7 @@ def test_sidecar_killed_thrice_stops_no_training(play: Play) -> None:
     def kill() -> None:
         for _ in range(3):
             wait_for(lambda: sidecar_is_well(play, 3), 120, "the sidecar to run")
-            play.training.inflict("sidecar", 3)
+            play.training.inject_fault("sidecar", 3)
             wait_for(lambda: not sidecar_is_well(play, 3), 30, "the kubelet to notice")
 
     play.leave_alone("sidecar, kill -9, three times", kill, told=lambda: protected(play))
@@ -183,7 +183,7 @@ def test_leader_killed_in_mid_recovery_spends_no_second_attempt(play: Play, stag
     leading = leader(stage)
 
     def hit() -> None:
-        play.training.inflict("force delete", 3)
+        play.training.inject_fault("force delete", 3)
         play.training.wait("the recovery to begin", lambda status: "recovery" in status)
         faults.kill_operator(stage.testbed, leading)
 
@@ -195,7 +195,7 @@ def test_rank_killed_while_no_operator_runs_is_mended_when_it_is_back(play: Play
         scale = ("-n", SYSTEM, "scale", "deployment/tiercheck-operator")
         stage.testbed.kubectl(*scale, "--replicas=0")
         wait_until_gone(stage.testbed, SYSTEM, "pods")
-        play.training.inflict("crash", 0)
+        play.training.inject_fault("crash", 0)
         time.sleep(60)
         stage.testbed.kubectl(*scale, "--replicas=2")
         stage.wait_for_operators()

@@ -74,7 +74,7 @@ def test_pod_deleted_just_before_the_api_server_restarts_is_replaced_once(two: P
     began, old = time.time(), training.pod_of(1)
 
     def hit() -> None:
-        training.inflict("delete", 1)
+        training.inject_fault("delete", 1)
         faults.restart_api_server(stage.testbed, 20)
 
     two.recover("pod deleted, then API server away for 20 s", hit, causes=DELETED, replaced={1})
@@ -148,7 +148,7 @@ def test_node_whose_kubelet_refuses_pods_is_avoided(stage: Stage, start: Start) 
 
     def hit() -> None:
         testbed.kubectl("cordon", old.name, other.name)
-        training.inflict("delete", 1)
+        training.inject_fault("delete", 1)
         training.wait("the node to be avoided", lambda _: avoided())
         testbed.kubectl("uncordon", old.name, other.name)
 
@@ -180,10 +180,10 @@ def test_spare_that_the_quota_refuses_stops_nothing_else(
     assert (refused["status"], refused["reason"]) == ("False", conditions.REFUSED)
     assert "exceeded quota" in refused["message"]
     before = training.attempt
-    training.inflict("crash", 1)
+    training.inject_fault("crash", 1)
     training.wait("a restart in place", lambda _: training.steps[-1].attempt > before)
     before = training.attempt
-    training.inflict("delete", 1)
+    training.inject_fault("delete", 1)
     training.wait("another pod", lambda _: training.steps[-1].attempt > before)
     limit_pods(stage, COUNTED, 3)
     training.wait("a spare", lambda _: training.condition(conditions.SPARES_READY)["status"] == "True")
@@ -221,7 +221,7 @@ def test_worker_that_a_more_important_pod_displaces_goes_elsewhere(two: Play, st
 def test_operator_upgraded_in_mid_recovery_spends_no_second_attempt(two: Play, stage: Stage) -> None:
 
     def hit() -> None:
-        two.training.inflict("force delete", 1)
+        two.training.inject_fault("force delete", 1)
         two.training.wait("the recovery to begin", lambda status: "recovery" in status)
         stage.upgrade(podAnnotations={"example.com/changed": "in mid-recovery"})
 

@@ -205,7 +205,7 @@ class Training(JobStage):
         """The messages of the job's Events with this reason."""
         return [event["message"] for event in self.events(since) if event["reason"] == reason]
 
-    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+    def inject_fault(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
         pod = self.pod_of(worker)
         match fault:
             case "crash":

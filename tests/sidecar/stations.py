@@ -29,7 +29,7 @@ from tiercheck_sidecar.exchange.channel import TcpChannel
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import dial
-from tiercheck_sidecar.exchange.streams import Line
+from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.rebuild import ParitySource
@@ -245,8 +245,8 @@ class Station:
         peer = worker if isinstance(worker, Peer) else self.job.peer(worker)
         return dial(self.identity, self.state.attempt, peer, self.job.port)
 
-    def line(self, worker: int) -> Line:
-        return Line(lambda: self.connect(worker))
+    def line(self, worker: int) -> ConnectionPool:
+        return ConnectionPool(lambda: self.connect(worker))
 
     def push(self, seal: Seal, worker: int) -> bool:
         """Bring the worker a copy, on a line of its own."""

@@ -179,7 +179,7 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
     assert sorted(path for path in store.rglob("*") if path.is_file()) == before
 
     tool = open_store(dev.remote or "", "default/gpt")
-    tool.ownership.give_to(JOB_UID, "uid-of-prod")
+    tool.ownership.assign_owner(JOB_UID, "uid-of-prod")
     prod.reach("remote", Version(20, 1))
     until(lambda: not prod.report(0).problems, "the problem is withdrawn")
     dev.save_everywhere(20)

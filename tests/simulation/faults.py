@@ -21,7 +21,7 @@ from tiercheck_operator.model import parsing
 from tiercheck_operator.model.actions import Action, CreatePod, CreateSpare
 from tiercheck_operator.model.observed import Observation
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.exchange.frames import Ask, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, WireBroken
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
@@ -188,14 +188,14 @@ def offer(liar: Process, peer: Peer, name: Artifact, area: memoryview) -> None:
     session = liar.dial(peer).session(liar.state.config.worker, liar.state.attempt)
     directive, digests = liar.state.directive, digest(area)
     assert directive is not None
-    ask = Ask("offer", name.rank, name.version, directive.workers, digests, kind=name.kind)
+    ask = PeerRequest("offer", name.rank, name.version, directive.workers, digests, kind=name.kind)
     said = session._offer(ask)
     if said.state == "send":
         transfer = session._inbox.find(said.transfer, liar.state.config.worker)
         assert transfer is not None
         transfer.draft.view[: len(area)] = area
         transfer.verified.add(0)
-        session._commit(Ask("commit", transfer=said.transfer))
+        session._commit(PeerRequest("commit", transfer=said.transfer))
 
 
 def mend(world: Simulation) -> None:

@@ -29,7 +29,7 @@ from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
 from tiercheck_sidecar.exchange import session as exchange_session
-from tiercheck_sidecar.exchange.frames import Say
+from tiercheck_sidecar.exchange.frames import PeerResponse
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
@@ -40,7 +40,7 @@ from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
-from tiercheck_sidecar.versions import coordinator, reclaim, watermark, words
+from tiercheck_sidecar.versions import coordinator, reclaim, report_updates, watermark
 
 Patch = tuple[Any, str, Any]
 
@@ -108,7 +108,7 @@ def _minimum_of_newest() -> list[Patch]:
 
 
 def _reclaim_one_too_many() -> list[Patch]:
-    real = reclaim.expendable
+    real = reclaim.freeable
 
     def greedy(place: Any, history: History, verdict: Any, owed: Any = None) -> Any:
         gone = real(place, history, verdict, owed)
@@ -128,8 +128,8 @@ def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
 
 
 def _acknowledge_before_verification() -> list[Patch]:
-    def commit(self: Session, ask: Any) -> Say:
-        return Say("ok")
+    def commit(self: Session, ask: Any) -> PeerResponse:
+        return PeerResponse("ok")
 
     return [(Session, "_commit", commit)]
 
@@ -231,14 +231,14 @@ def _silent_means_dead() -> list[Patch]:
     real = situation.find_doubts
 
     def hasty(obs: Any, heard: Any) -> Any:
-        from tiercheck_operator.controller.members.suspicion import Doubt
+        from tiercheck_operator.controller.members.suspicion import SuspectedPod
         from tiercheck_operator.model.conditions import Cause
 
         found = dict(real(obs, heard))
         for pod in obs.pods:
             known = obs.reports.get(pod.uid)
             if known is not None and known.silent_since is not None and known.answered_at is not None:
-                found.setdefault(pod.uid, Doubt(Cause.SIDECAR_SILENT, "it is silent", obs.now, False))
+                found.setdefault(pod.uid, SuspectedPod(Cause.SIDECAR_SILENT, "it is silent", obs.now, False))
         return found
 
     return [(situation, "find_doubts", hasty)]
@@ -342,12 +342,12 @@ def _owners_pods_as_ours() -> list[Patch]:
 
 
 def _copies_given_up_count() -> list[Patch]:
-    real = words.Vocabulary.updated
+    real = report_updates.ReportInterner.updated
 
     def updated(self: Any, base: Any, news: Any) -> Any:
         return real(self, base, dataclasses.replace(news, copies=news.copies or None))
 
-    return [(words.Vocabulary, "updated", updated)]
+    return [(report_updates.ReportInterner, "updated", updated)]
 
 
 def _doubled_orders_interrupt() -> list[Patch]:
@@ -420,7 +420,7 @@ MUTATIONS = (
     Mutation("holders of before", "what counts is what replication knows, not what the directive says",
         _holders_of_before, _both(_copies, _struck("sidecar"))),
     Mutation("labels believed", "whoever has a job's labels is its pod",
-        lambda: [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})],
+        lambda: [(parsing, "_allowed_job_uids", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})],
         _both(_struck("neighbour"), _newest)),
     Mutation("mark of other holders", "the peer watermark survives a change of holders",
         _peer_mark_of_other_holders, _struck("swap")),
@@ -439,7 +439,7 @@ MUTATIONS = (
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),
     Mutation("freed too early", "own snapshots are freed before the coordinator leaves them out",
-        lambda: [(SidecarState, "plan_to_free", lambda self, doomed: doomed)]),
+        lambda: [(SidecarState, "propose_release", lambda self, doomed: doomed)]),
     Mutation("doubled orders", "every order interrupts, also one that is known", _doubled_orders_interrupt,
         first=FIRST_STAYING),
     Mutation("late leavers", "a process that does not leave its step in time stays", _late_leavers_stay,

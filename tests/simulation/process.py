@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.staying import REPLACED, app
 from tests.simulation.store import Folder, in_place
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
-from tiercheck.protocol.report import Break, Quarantined, Report
+from tiercheck.protocol.report import ConnectionFailure, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar import offload
-from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, SourceFailed, TriedInVain
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, FetchFailed, SourceFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange import session as exchange_session
-from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.frames import ListedArtifact, PeerRequest, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Inbox, Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
@@ -43,17 +43,17 @@ from tiercheck_sidecar.replicate.lane import PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer
+from tiercheck_sidecar.restore.restore_plan import FetchResult, SourceOffer
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
 from tiercheck_sidecar.versions import coordinator, tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
-from tiercheck_sidecar.versions.tally import WorkerWord
+from tiercheck_sidecar.versions.report_updates import TierAnswer
+from tiercheck_sidecar.versions.tally import WorkerState
 from tiercheck_sidecar.versions.tier_line import CallFailed
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.words import TierAnswer
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
@@ -287,10 +287,10 @@ class Process:
         self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])
         self.coordinator.announced(verdict)
 
-    def hear_news(self, caller: Caller, text: bytes, pod: str) -> list[TierAnswer]:
+    def handle_update(self, caller: Caller, text: bytes, pod: str) -> list[TierAnswer]:
         """Takes what came on a connection from that pod."""
         known = dict(self.coordinator._words)
-        answers = self.coordinator.replies(caller, self.coordinator.hear_news(caller, text))
+        answers = self.coordinator.replies(caller, self.coordinator.handle_update(caller, text))
         for worker, word in self.coordinator._words.items():
             if known.get(worker) is not word:
                 self.world.record("counted", pod=pod, attempt=word.head.attempt, held=counted_snapshots(word))
@@ -323,9 +323,9 @@ class Process:
             try:
                 said = self.dial(peer).state.newest_attempt
             except PeerSilent:
-                self.state.peers.broken(peer, Break.SILENT)
+                self.state.peers.broken(peer, ConnectionFailure.SILENT)
             except WireBroken:
-                self.state.peers.broken(peer, Break.REFUSED)
+                self.state.peers.broken(peer, ConnectionFailure.REFUSED)
             else:
                 self.state.peers.answered(peer)
                 self.state.learn(said)
@@ -376,7 +376,7 @@ class _Lane:
         return (
             self._process.dial(self._holder)
             .session(mine.config.worker, mine.attempt)
-            ._list(Ask("list", rank))
+            ._list(PeerRequest("list", rank))
             .listed
         )
 
@@ -405,7 +405,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     world, attempt = sender.world, sender.state.attempt
     holder = sender.dial(peer)
     session = holder.session(sender.state.config.worker, attempt)
-    ask = Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
+    ask = PeerRequest("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
     said = session._offer(ask)
     if said.state == "have":
         return True
@@ -431,7 +431,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     if digest(memoryview(body), seal.digests.chunk) == seal.digests:
         transfer.draft.view[: len(body)] = body
         transfer.verified.add(0)
-    last = session._commit(Ask("commit", transfer=said.transfer))
+    last = session._commit(PeerRequest("commit", transfer=said.transfer))
     if last.state == "again":
         raise WireBroken("a chunk came damaged")
     if last.state != "ok":
@@ -466,12 +466,12 @@ class Reach:
             raise SourceFailed(str(error)) from error
         listed = (
             holder.session(self._process.state.config.worker, self._process.state.attempt)
-            ._list(Ask("list", rank))
+            ._list(PeerRequest("list", rank))
             .listed
         )
         return {each.artifact: each.bytes for each in listed}
 
-    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
             with self.remote.open(artifact, BoundedCall()) as found:  # as `fill_slot`, without a file
@@ -481,17 +481,17 @@ class Reach:
                     draft.keep()
                 finally:
                     draft.release()
-            return Brought(sources[0])
+            return FetchResult(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []
         for source in sources:
             assert source.peer is not None
             try:
                 if self._copy(artifact, source.peer, bad):
-                    return Brought(source, tuple(bad))
+                    return FetchResult(source, tuple(bad))
             except (WireBroken, NotHeld) as error:
                 reasons.append(str(error))
-        raise TriedInVain([*reasons, *(each.reason for each in bad)], tuple(bad))
+        raise FetchFailed([*reasons, *(each.reason for each in bad)], tuple(bad))
 
     def _copy(self, artifact: Artifact, peer: Peer, bad: list[Quarantined]) -> bool:
         holder, process = self._process.dial(peer), self._process
@@ -502,7 +502,7 @@ class Reach:
             digests, world_size = slot.seal.digests, slot.seal.world_size
         if digest(memoryview(body), digests.chunk) != digests:
             holder.session(process.state.config.worker, process.state.attempt)._corrupt(
-                Ask.about("corrupt", artifact)
+                PeerRequest.about("corrupt", artifact)
             )
             why = f"chunk 0 of worker {peer.worker}'s {artifact} does not match its digest"
             bad.append(Quarantined(artifact.rank, artifact.version, peer.worker, why, artifact.kind))
@@ -519,7 +519,7 @@ class Reach:
 
 
 class _Line:
-    """As `TierLine`: to the coordinator. `world` is set while a simulation runs."""
+    """As `CoordinatorClient`: to the coordinator. `world` is set while a simulation runs."""
 
     world: Simulation
 
@@ -547,15 +547,17 @@ class _Line:
         except WireBroken as error:
             self.close()
             silent = isinstance(error, PeerSilent)
-            raise CallFailed(str(error), Break.SILENT if silent else Break.REFUSED) from error
+            raise CallFailed(
+                str(error), ConnectionFailure.SILENT if silent else ConnectionFailure.REFUSED
+            ) from error
         if self._end is None or self._end[0] is not other:
             self.close()
             self._end = other, Caller(self._push(other))
             other.coordinator.connect(self._end[1])
-        *news, answer = other.hear_news(self._end[1], text, self._config.pod_uid)
+        *news, answer = other.handle_update(self._end[1], text, self._config.pod_uid)
         if world.rng.random() < world.plan.loss:
             self.close()
-            raise CallFailed("no answer", Break.SILENT)
+            raise CallFailed("no answer", ConnectionFailure.SILENT)
         self._hear_up_to(None)
         for each in news:
             self._heard(each)
@@ -586,7 +588,7 @@ class _Line:
         return push
 
 
-def counted_snapshots(word: WorkerWord) -> tuple[tuple[Tier, int, Kind, Version], ...]:
+def counted_snapshots(word: WorkerState) -> tuple[tuple[Tier, int, Kind, Version], ...]:
     """Returns the snapshots that the coordinator takes to be in a worker's memory and to stay there."""
     own = [
         (Tier.LOCAL, rank, version)
@@ -624,7 +626,7 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         world.volumes.mounted(),
         in_place(
             (tiers, "time", clock),
-            (tiers, "TierLine", _Line),
+            (tiers, "CoordinatorClient", _Line),
             (offload, "time", clock),
             (lane, "time", clock),
             (replicate, "time", clock),

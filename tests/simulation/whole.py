@@ -31,7 +31,7 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import DeletePod, EnsureCredentials, ProbeSidecar, Push
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.plausible import by_our_clock
+from tiercheck_operator.report_bounds import to_operator_clock
 from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
 
 Entry = tuple[float, str, dict[str, Any]]
@@ -351,7 +351,7 @@ class Simulation(World):
 
     def _heard(self, uid: str, report: Report, now: float) -> None:
         ahead = self.now + self.skew.get(self.sidecars[uid].node, 0.0) - now
-        super()._heard(uid, by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0), now)
+        super()._heard(uid, to_operator_clock(report, ahead if abs(ahead) > 2.0 else 0.0), now)
 
     def _maybe_reconcile(self) -> None:
         """The loop of a job is woken by what changed, or when the last decision asked for it."""
@@ -419,7 +419,7 @@ class Simulation(World):
             self.record(
                 "attempt", number=now.attempt, version=now.restored_version, base=now.base, heard=heard
             )
-        if before.on_way_back and not now.on_way_back:
+        if before.is_restoring and not now.is_restoring:
             self.record("released", number=now.attempt)
         protected = now.condition(conditions.PROTECTED)
         bare = now.placement.unprotected_workers if now.placement else 0

@@ -22,7 +22,7 @@ from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
 from tiercheck.trainer.replicas.replicas import Partitions
 from tiercheck.trainer.state.capture import take_inventory
-from tiercheck.trainer.tensors.leaves import local_shard
+from tiercheck.trainer.tensors.tensor_parts import local_shard
 
 
 def train(kind: str, steps: int) -> dict[str, Any]:

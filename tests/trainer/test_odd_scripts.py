@@ -36,7 +36,7 @@ from tests.trainer.deltas.replaying import (
     train,
 )
 from tiercheck.trainer.restore.load import DifferentState
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore import restoring as module
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.slot_context import Sanity
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 WIDTH = 512
 

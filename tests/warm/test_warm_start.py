@@ -54,7 +54,7 @@ said = {
     "policy": os.sched_getscheduler(0), "nice": os.nice(0),
     "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
     "meta_path": [getattr(each, "__name__",
-    type(each).__name__) for each in sys.meta_path if type(each).__name__ != "Curtain"],
+    type(each).__name__) for each in sys.meta_path if type(each).__name__ != "PreloadedModuleHider"],
 }
 import importlib.util
 said["found"] = importlib.util.find_spec("torch").origin
@@ -71,8 +71,8 @@ sys.stdout.write(json.dumps(said) + "\\n")
 
 WITHOUT_TORCH = """
 tiercheck_warm = True
-from tiercheck.warm import becoming
-becoming._PREIMPORTED, becoming._LATER = (), "json"
+from tiercheck.warm import in_place_exec
+in_place_exec._PREIMPORTED, in_place_exec._LATER = (), "json"
 """
 """A `sitecustomize` for tests of which processes there are: what these import says nothing there."""
 

@@ -388,7 +388,7 @@ def _keep_paths_alone() -> None:
             caller, exchanged = sys._getframe(1).f_globals["__name__"], groups().exchanged
             if not caller.endswith((".trainer.trainer", ".callbacks.model_checkpoint")):
                 return known(strategy, value, src)
-            value = value if groups().alone else known(strategy, value, src)
+            value = value if groups().is_detached else known(strategy, value, src)
             groups().exchanged = exchanged
             return value
 

@@ -23,7 +23,7 @@ from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import CGROUP, OutOfMemory, RelayedOutput, dump_stacks
 from tiercheck.launcher.environment import RunningCheck, command_environment, seconds_of, torch_missing
-from tiercheck.launcher.sidecar_line import SidecarLine
+from tiercheck.launcher.sidecar_connection import SidecarConnection
 from tiercheck.launcher.training_command import CannotExecute, TrainingCommand
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS
 from tiercheck.protocol import names
@@ -57,7 +57,7 @@ class Launcher:
         self._warm, self._errors = self._command.warm, self._command.errors
         self._running = self._command.running
         self._stop_seconds = stop_seconds
-        self._line = SidecarLine(run_dir / SOCKET_NAME)
+        self._line = SidecarConnection(run_dir / SOCKET_NAME)
         self._marker = run_dir / "launcher.attempt"
         self._order: Order | None = None
         self._attempt = 0
@@ -199,7 +199,7 @@ class Launcher:
         if first:
             self._exit_code = code
         if first and self._running and self._stop_deadline is None and self._signalled is None:
-            self._tell_exit()
+            self._report_exit()
 
     def _judge(self, check: RunningCheck) -> None:
         """Reports the result of a finished health check, or discards one that is not needed any more."""
@@ -210,7 +210,7 @@ class Launcher:
             return
         if wanted and (failure := check.failure()):
             self._check_failed = (check.wanted, time.monotonic() + _CHECK_AGAIN_AFTER)
-            self._tell(LauncherEvent("unhealthy", check.attempt, check.code, message=failure))
+            self._report(LauncherEvent("unhealthy", check.attempt, check.code, message=failure))
         elif wanted:
             self._check_passed = check.attempt
         self._check = None
@@ -240,7 +240,7 @@ class Launcher:
         else:
             event = LauncherEvent("stuck", self._attempt, message=processes.describe_stuck(left))
         if event.event != self._state.event:
-            self._tell(event)
+            self._report(event)
 
     def _stuck(self, now: float) -> bool:
         return self._killing_since is not None and now - self._killing_since >= self._stuck_after
@@ -287,7 +287,7 @@ class Launcher:
         if order.phase is Phase.RELEASE:
             self._start_ranks(order)
         elif self._state != (idle := LauncherEvent("idle", order.attempt, stays=staying)):
-            self._tell(idle)
+            self._report(idle)
 
     def _follow(self, order: Order) -> None:
         """Stops a command of an older attempt or a finished job; requests stacks of one that hangs."""
@@ -325,12 +325,12 @@ class Launcher:
         self._sweeping = False
         self._stop_deadline = self._ahead = None
         if not stopped or self._signalled is not None:
-            self._tell_exit()
+            self._report_exit()
 
-    def _tell_exit(self) -> None:
+    def _report_exit(self) -> None:
         if (self._state.event, self._state.attempt) != ("exited", self._attempt):
             out_of_memory, said = self._out_of_memory.verdict(), self._errors.last_lines()
-            self._tell(_exited(self._attempt, self._exit_code, out_of_memory, said))
+            self._report(_exited(self._attempt, self._exit_code, out_of_memory, said))
 
     def _next(self) -> int | None:
         """Decides what to do while nothing runs. Returns the container's exit code when its work is over."""
@@ -346,7 +346,7 @@ class Launcher:
                 return None
             if order.phase is Phase.HOLD:
                 failpoint("before-idle")
-                self._tell(LauncherEvent("idle", order.attempt))
+                self._report(LauncherEvent("idle", order.attempt))
             if order.phase is Phase.RELEASE or order.joins:
                 self._start(order)
         elif order.phase is Phase.RELEASE and self._state.event == "idle":
@@ -371,22 +371,22 @@ class Launcher:
                 wanted, order.attempt, command_environment(self._command.environment, order)
             )
         except OSError as error:
-            self._tell(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
+            self._report(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
             return False
         failed_here = (self._state.event, self._state.attempt) == ("unhealthy", order.attempt)
         if not failed_here:  # it counts as failed until it has passed
-            self._tell(LauncherEvent("checking", order.attempt))
+            self._report(LauncherEvent("checking", order.attempt))
         return False
 
     def _start(self, order: Order) -> None:
         self._attempt = order.attempt
         if self._started_before(order.attempt):
             message = "The trainer container was restarted, so its ranks of this attempt are gone."
-            self._tell(LauncherEvent("exited", order.attempt, 137, names.CONTAINER_RESTARTED, message))
+            self._report(LauncherEvent("exited", order.attempt, 137, names.CONTAINER_RESTARTED, message))
             return
         if not self._checked:
             if message := torch_missing(self._command.given):
-                self._tell(LauncherEvent("exited", order.attempt, 1, names.TORCH_MISSING, message))
+                self._report(LauncherEvent("exited", order.attempt, 1, names.TORCH_MISSING, message))
                 return
             self._checked = True
         self._start_ranks(order)
@@ -402,14 +402,14 @@ class Launcher:
         if self._ahead is None:
             self._marker.write_text(str(order.attempt))
         if self._execute(partial(self._command.start_missing, order), order) and self._ahead is None:
-            self._tell(LauncherEvent("started", order.attempt))
+            self._report(LauncherEvent("started", order.attempt))
 
     def _execute(self, start: Callable[[], None], order: Order) -> bool:
         """Runs `start`. If the command cannot be executed, reports it and returns False."""
         try:
             start()
         except CannotExecute as cannot:
-            self._tell(_cannot_start(order.attempt, "the trainer container", cannot.program, cannot.error))
+            self._report(_cannot_start(order.attempt, "the trainer container", cannot.program, cannot.error))
             return False
         return True
 
@@ -431,7 +431,7 @@ class Launcher:
         except (OSError, ValueError):
             return False
 
-    def _tell(self, event: LauncherEvent) -> None:
+    def _report(self, event: LauncherEvent) -> None:
         self._state = event
         self._line.send(event)
 

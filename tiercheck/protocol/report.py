@@ -258,7 +258,7 @@ class Proof:
     """The number of successive versions read. More than 1: none existed for as long as reading takes."""
 
 
-class Break(str, Enum):
+class ConnectionFailure(str, Enum):
     """The way in which a peer cannot be reached, which distinguishes two problems."""
 
     REFUSED = "Refused"
@@ -276,7 +276,7 @@ class Unreachable:
     """The address of the peer's pod, which identifies it among the worker's pods."""
     since: float
     """Unix seconds, by this node's clock, of its last answer."""
-    how: Break
+    how: ConnectionFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,8 @@ class StepProgress:
             seconds = now - self._last_at
             self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
         self._last_at = now
-        self.tell(step, loss if loss is not None and math.isfinite(loss) else None)
+        self.report_again(step, loss if loss is not None and math.isfinite(loss) else None)
 
-    def tell(self, step: int, loss: float | None = None) -> None:
+    def report_again(self, step: int, loss: float | None = None) -> None:
         """Reports the progress again."""
         self._backend.progress(step, loss, self._seconds, self._saver.sanity.in_a_row)

@@ -39,7 +39,7 @@ from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
 from tiercheck.trainer.inprocess.steps import RepeatableStep, StepLoop, entered, reenter
-from tiercheck.trainer.process import LastWords, StepSuspected, StopRequest
+from tiercheck.trainer.process import FailureReporter, StepSuspected, StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
@@ -51,7 +51,7 @@ from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import UnknownRoom
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.tensors.accelerator import Pending
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find", "reenter"]
@@ -129,13 +129,13 @@ class Checkpointer:
         self._given = model, optimizer, state, leave_out
         self._folder, self._keep, self._run = folder, keep, run
         self._every, self._sanity_gate, self._verify_all = every, sanity_gate, verify_all
-        self._last_words: LastWords | None = None
+        self._failure_reporter: FailureReporter | None = None
         self._stop: StopRequest | None = None
         self._closed, self._pid = False, os.getpid()
         self._open(found)
         if os.environ.get(ENV_RUN_DIR):
             process.answer_with_stacks()
-            self._last_words = LastWords(self._report_failing)
+            self._failure_reporter = FailureReporter(self._report_failing)
         self._trained.check()
         self._claim = Claim(self._backend.place, name_of(run))
         self._loop = StepLoop(self.rank, self.world_size, self._pause, self._go_on, self._enter_again)
@@ -232,9 +232,9 @@ class Checkpointer:
             raise NotCapturable(
                 "this Checkpointer was made before the process was forked: make it in the one that trains"
             )
-        if groups().alone:  # from here on the other ranks are there, and this rank takes part
+        if groups().is_detached:  # from here on the other ranks are there, and this rank takes part
             self._backend.find()  # returns once the attempt is released
-            self._let_go()
+            self._end_attempt()
             groups().reconnect(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.world_size
             )
@@ -275,7 +275,7 @@ class Checkpointer:
         if backend.is_folder:
             self._stop = StopRequest()
         self._progress.begin()
-        self._loop.take_part()
+        self._loop.join_entered_function()
         return self.step_number
 
     def steps(self, total: int) -> Iterator[RepeatableStep]:
@@ -363,7 +363,7 @@ class Checkpointer:
         self._hooks.move_inside()
         if stopping and self._stop is not None:
             self._saver.wait(_CLOSE_SECONDS)
-            self._stop.obey()
+            self._stop.act_on_signal()
 
     def suspect(self, reason: str) -> None:
         """Requests that the current step be repeated, because its arithmetic may be wrong.
@@ -400,7 +400,7 @@ class Checkpointer:
         restarted.
         """
         if not self._forked:
-            self._progress.tell(self.step_number)
+            self._progress.report_again(self.step_number)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the snapshot in progress is handed over. Returns False after `timeout` seconds."""
@@ -429,14 +429,14 @@ class Checkpointer:
         """Allows another Checkpointer of this process to take its place."""
         self._closed = True
         atexit.unregister(self.close)
-        if self._last_words is not None:
-            self._last_words.close()
+        if self._failure_reporter is not None:
+            self._failure_reporter.close()
         self._claim.release()
 
     def _report_failing(self, reason: str, message: str, exit_code: int) -> None:
         self._backend.failing(reason, message, exit_code)
 
-    def _let_go(self) -> None:
+    def _end_attempt(self) -> None:
         """Ends what belongs to the attempt that is over. Raises RestoreError if it does not end."""
         self._hooks.remove()
         self._resume.end(finished=False)
@@ -447,7 +447,7 @@ class Checkpointer:
     def _pause(self) -> None:
         """Cleans up between two attempts, in the process that stays. Raises CannotForget, RestoreError."""
         if not self._closed:  # else a `finally` of the script has closed it
-            self._let_go()
+            self._end_attempt()
         trained = self._trained
         forget_half_step([trained.given_model, *trained.given_modules.values()], trained)
 
@@ -471,8 +471,8 @@ class Checkpointer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and entered() is not None:
             return  # it may be the end of the attempt, and not of the process
-        if error is not None and self._last_words is not None:
-            self._last_words.say(error)
+        if error is not None and self._failure_reporter is not None:
+            self._failure_reporter.report(error)
         self.close()
 
     @property
@@ -482,7 +482,7 @@ class Checkpointer:
 
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._forked:
-            return  # compiled code is traced once and never calls this: `Unseen` detects that
+            return  # compiled code is traced once and never calls this: `UnhookedUpdates` detects that
         self._loop.interruption_point()
         self._clean = False
         self._saver.barrier()

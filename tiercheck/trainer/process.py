@@ -58,7 +58,7 @@ class StopRequest:
                     signal.signal(number, self._ask)
                     self._taken.append(number)
 
-    def obey(self) -> None:
+    def act_on_signal(self) -> None:
         """Performs the default action of the signal. Raises KeyboardInterrupt for Ctrl-C."""
         self.release()
         signal.raise_signal(self.signal)
@@ -77,11 +77,11 @@ class StopRequest:
     def _ask(self, number: int, _: FrameType | None) -> None:
         if self.signal or os.getpid() != self._pid:  # a forked worker of a loader makes no step
             self.signal = number
-            self.obey()
+            self.act_on_signal()
             return
         self.signal = number
         print("tiercheck: saves at the end of this step, then ends (once more: at once)", file=sys.stderr)
-        self._alarm = signal.signal(signal.SIGALRM, lambda *_: self.obey())
+        self._alarm = signal.signal(signal.SIGALRM, lambda *_: self.act_on_signal())
         signal.alarm(_STOP_PATIENCE)
 
 
@@ -143,7 +143,7 @@ def exit_code_of(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-class LastWords:
+class FailureReporter:
     """Reports the error that ends this process, once; then calls the previous excepthook. Never raises."""
 
     def __init__(self, tell: Callable[[str, str, int], None]) -> None:
@@ -153,7 +153,7 @@ class LastWords:
         self._ours: Excepthook = self._hook
         sys.excepthook = self._ours
 
-    def say(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         code = exit_code_of(error)
         if not self._said and code and not isinstance(error, KeyboardInterrupt):
             self._said = True
@@ -165,7 +165,7 @@ class LastWords:
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            self.say(error)
+            self.report(error)
         finally:
             self._before(kind, error, trace)
 

@@ -12,7 +12,7 @@ if not sys.flags.safe_path:
     del sys.path[0]  # this folder: its files must not be importable
 sys.path.insert(0, __file__.rsplit("/", 3)[0])  # the launcher's own library comes first
 
-from tiercheck.warm.becoming import prepare  # noqa: E402
+from tiercheck.warm.in_place_exec import prepare  # noqa: E402
 
 del sys.path[0]
 _become = prepare(int(sys.argv[1]), sys.argv[2:], _names, _before)

@@ -321,7 +321,7 @@ def take_over(
         uid = str(attached.get("uid") or found["metadata"]["uid"])  # the UID that its pods use
         cluster_uid = cluster_uid or cluster.uid()
     with tier.refusals():
-        former = tier.open_store(settings, f"{namespace}/{job}").ownership.give_to(uid, cluster_uid)
+        former = tier.open_store(settings, f"{namespace}/{job}").ownership.assign_owner(uid, cluster_uid)
     if former is not None and former.job_uid == uid and cluster_uid in ("", former.cluster):
         say(f"{namespace}/{job} has it already")
         return

@@ -33,7 +33,7 @@ from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
-from tiercheck.trainer.tensors.leaves import dtype_name, dtype_of
+from tiercheck.trainer.tensors.tensor_parts import dtype_name, dtype_of
 from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import USAGE, CannotDo
 

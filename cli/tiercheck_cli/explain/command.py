@@ -117,11 +117,11 @@ def _what_if(
 
 
 def _as_json(entry: WhatIf) -> dict[str, Any]:
-    farthest = entry.comeback.farthest
+    farthest = entry.resume_point.farthest
     return {
         "loss": entry.loss.name,
         "lostWorkers": sorted(entry.loss.workers),
-        "step": entry.comeback.step,
+        "step": entry.resume_point.step,
         "lostSteps": entry.lost_steps,
         "lostSeconds": entry.lost_seconds,
         "ranks": {tier.value: count for tier, count in entry.ranks.items()},
@@ -307,7 +307,7 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
         right("WITHOUT TRAINING"),
     )
     for entry in answers:
-        time, farthest = entry.without_training, entry.comeback.farthest
+        time, farthest = entry.without_training, entry.resume_point.farthest
         none = Text("none", style="bold red")
         table.add_row(
             Text(entry.loss.name),
@@ -332,7 +332,7 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
 
 
 def _full(entry: WhatIf, layout: JobLayout) -> Group:
-    planned, farthest = entry.state.planned, entry.comeback.farthest
+    planned, farthest = entry.state.planned, entry.resume_point.farthest
     lost = plural(entry.lost_steps, "step")
     grid = facts()
     again = f" ({short(entry.lost_seconds)} of training)" if entry.lost_seconds else ""
@@ -343,7 +343,7 @@ def _full(entry: WhatIf, layout: JobLayout) -> Group:
         grid.add_row("", Text(hint))
         grid.add_row("  lost", Text("all that was trained" if planned else f"{lost}{again}"))
     else:
-        step = "" if planned else f"step {entry.comeback.step:,}, "
+        step = "" if planned else f"step {entry.resume_point.step:,}, "
         grid.add_row("  back to", Text.assemble((step, "bold"), f"{lost} lost{again}"))
         for tier, count in entry.ranks.items():
             line = Text.assemble((plural(count, "rank"), TIER_COLOURS[tier]), f" {_WHENCE[tier]}")
@@ -388,6 +388,6 @@ def _moment(entry: WhatIf) -> str:
 
 
 def _back(entry: WhatIf) -> Text:
-    if entry.comeback.farthest is None:
+    if entry.resume_point.farthest is None:
         return Text("scratch", style="bold red")
-    return Text("-" if entry.state.planned else f"{entry.comeback.step:,}")
+    return Text("-" if entry.state.planned else f"{entry.resume_point.step:,}")

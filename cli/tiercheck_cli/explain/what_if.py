@@ -184,7 +184,7 @@ class HeldSteps:
 
 
 @dataclass(frozen=True)
-class Comeback:
+class ResumePoint:
     """The step that training resumes from, and the tiers needed for it."""
 
     step: int
@@ -243,7 +243,7 @@ class WhatIf:
 
     loss: LostMemory
     state: HeldSteps
-    comeback: Comeback
+    resume_point: ResumePoint
     processes: ProcessForecast
     ranks: Mapping[Tier, int]
     """The number of ranks by the farthest tier that each needs."""
@@ -253,7 +253,7 @@ class WhatIf:
 
     @property
     def lost_steps(self) -> int:
-        return self.state.newest - self.comeback.step
+        return self.state.newest - self.resume_point.step
 
     @property
     def lost_seconds(self) -> float | None:
@@ -290,7 +290,7 @@ def answer(
     loss: LostMemory, layout: JobLayout, state: HeldSteps, job: Mapping[str, Any] | None = None
 ) -> WhatIf:
     """Answers what the loss would cost. `job`: None if it is only a plan."""
-    found, spec = find_comeback(layout.placement, state, loss.workers), layout.spec
+    found, spec = find_resume_point(layout.placement, state, loss.workers), layout.spec
     past = measured_recoveries([job] if job is not None else [])
     size = (spec.state_size or 0) * spec.procs_per_worker
     usual = _SMALL_JOBS.carrying(size, PEER_BANDWIDTH, REMOTE_BANDWIDTH)
@@ -298,7 +298,7 @@ def answer(
     return WhatIf(
         loss=loss,
         state=state,
-        comeback=found,
+        resume_point=found,
         processes=forecast_processes(
             spec, len(layout.sites), len(loss.workers), job, from_scratch=found.farthest is None
         ),
@@ -315,7 +315,7 @@ def _left(worker: int, loss: LostMemory, layout: JobLayout) -> tuple[int, ...]:
     return tuple(holder for holder in layout.placement.holders[worker] if holder not in loss.workers)
 
 
-def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int]) -> Comeback:
+def find_resume_point(placement: Placement, state: HeldSteps, lost: Collection[int]) -> ResumePoint:
     """Finds the comeback if the workers `lost` vanish with their memory; none: the training crashes."""
     copy = _artifacts(state.held[Tier.PEER])
     own = _artifacts(state.held[Tier.LOCAL], state.held[Tier.PEER])
@@ -349,12 +349,12 @@ def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int])
     )
     decision = decide_recovery(problem)
     if isinstance(decision, StartFresh):
-        return Comeback(0, {})
+        return ResumePoint(0, {})
     assert isinstance(decision, Recover)
     stock = problem.stock
     needed = {worker: stock.of(decision.version).tier_of(worker, decision.version) for worker in workers}
     by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
-    return Comeback(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
+    return ResumePoint(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
 
 
 def _artifacts(*steps: int) -> Artifacts:

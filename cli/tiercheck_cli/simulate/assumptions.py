@@ -24,8 +24,8 @@ from tiercheck_cli.simulate.scenario import (
     Scenario,
     times_of,
 )
+from tiercheck_operator.model.serialization import parse_quantity
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.topology import Topology
 
@@ -88,8 +88,8 @@ class AssumedByFile:
     @property
     def of_every_recovery(self) -> dict[str, float]:
         """Returns the parts of a recovery that the file sets, by their names in RecoveryTimes."""
-        said = {name: getattr(self, f"{name}_seconds") for name in ("detect", "restart", "replace")}
-        return {name: value for name, value in said.items() if value is not None}
+        overrides = {name: getattr(self, f"{name}_seconds") for name in ("detect", "restart", "replace")}
+        return {name: value for name, value in overrides.items() if value is not None}
 
 
 def read_assumed(path: str | None) -> AssumedByFile:
@@ -101,21 +101,21 @@ def read_assumed(path: str | None) -> AssumedByFile:
         raise CannotDo(f"{path} is not one list of assumptions, such as stepSeconds: 5", USAGE)
     kinds = get_type_hints(AssumedByFile)
     names = {_camel(field.name): field.name for field in fields(AssumedByFile)}
-    said: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for key, value in contents[0].items():
         if key not in names:
             raise CannotDo(f'{path}: "{key}" cannot be assumed; what can be is {", ".join(names)}', USAGE)
         kind = kinds[names[key]]
         plain = str(value) if kind == str | None and type(value) is int else value
         try:
-            found = said[names[key]] = from_builtins(plain, kind)
+            found = overrides[names[key]] = from_builtins(plain, kind)
         except Malformed as error:
             raise CannotDo(f"{path}: {key}{str(error).removeprefix('$')}", USAGE) from error
         numbers = list(found.values()) if isinstance(found, dict) else [found]
         least = 0.001 if key == "stepSeconds" else 0.0
         if any(isinstance(each, float) and not least <= each < math.inf for each in numbers):
             raise CannotDo(f"{path}: {key} must be {least:g} or more, and finite", USAGE)
-    return AssumedByFile(**said)
+    return AssumedByFile(**overrides)
 
 
 def _camel(name: str) -> str:
@@ -159,13 +159,13 @@ class Assumptions:
 
 
 def assume(
-    layout: JobLayout, job: Mapping[str, Any], said: AssumedByFile, jobs: Sequence[Mapping[str, Any]]
+    layout: JobLayout, job: Mapping[str, Any], overrides: AssumedByFile, jobs: Sequence[Mapping[str, Any]]
 ) -> Assumptions:
     """Combines assumptions, by precedence from the file, recoveries of `jobs`, and `job`. Raises CannotDo."""
-    counted, spec = _record(said.failures), layout.spec
-    node = counted.node if said.node_failures is None else said.node_failures
-    process = counted.process if said.process_failures is None else said.process_failures
-    domains = said.domain_failures
+    counted, spec = _record(overrides.failures), layout.spec
+    node = counted.node if overrides.node_failures is None else overrides.node_failures
+    process = counted.process if overrides.process_failures is None else overrides.process_failures
+    domains = overrides.domain_failures
     if domains is None:
         shared = shared_domain_rate(replace(counted, node=node, process=process), layout)
         domains = {layout.spread: shared} if shared else {}
@@ -176,15 +176,15 @@ def assume(
         )
     tiers = job["spec"].get("tiers") or {}
     peer, remote = (
-        said.bytes_of(f"{tier}_bandwidth", (tiers.get(tier) or {}).get("bandwidth") or usual)
+        overrides.bytes_of(f"{tier}_bandwidth", (tiers.get(tier) or {}).get("bandwidth") or usual)
         for tier, usual in (("peer", PEER_BANDWIDTH), ("remote", REMOTE_BANDWIDTH))
     )
     usual = RecoveryTimes()
     if spec.state_size is not None:
         usual = NO_STATE.carrying(spec.state_size * spec.procs_per_worker, peer, remote)
-    times, measured = times_of(jobs, usual, said.of_every_recovery, layout.topology)
+    times, measured = times_of(jobs, usual, overrides.of_every_recovery, layout.topology)
     pace = ((job.get("status") or {}).get("progress") or {}).get("stepSeconds")
-    step_seconds = said.step_seconds or pace or STEP_SECONDS
+    step_seconds = overrides.step_seconds or pace or STEP_SECONDS
     rates = {"node": node, "process": process, **domains}
     return Assumptions(
         node=node,
@@ -192,14 +192,22 @@ def assume(
         domains=domains,
         times=times,
         step_seconds=step_seconds,
-        moves=said.moves_per_day,
+        moves=overrides.moves_per_day,
         sources=(
             "failures per 1,000 days of a node or domain: "
             + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()),
-            *((counted.source,) if said.node_failures is None and said.process_failures is None else ()),
-            *((f"{said.moves_per_day:g} pods a day are moved or evicted",) if said.moves_per_day else ()),
+            *(
+                (counted.source,)
+                if overrides.node_failures is None and overrides.process_failures is None
+                else ()
+            ),
+            *(
+                (f"{overrides.moves_per_day:g} pods a day are moved or evicted",)
+                if overrides.moves_per_day
+                else ()
+            ),
             f"a step takes {step_seconds:g} s",
-            *(() if measured else _told(times, guessed=not spec.state_size)),
+            *(() if measured else _describe_unmeasured(times, guessed=not spec.state_size)),
         ),
         measured=measured,
     )
@@ -222,7 +230,7 @@ def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
     return others * counted.domain_share / (1.0 - counted.domain_share) / len(domains)
 
 
-def _told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
+def _describe_unmeasured(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
     """Describes times that were not measured, as sentences."""
     restore = times.restore
     return (

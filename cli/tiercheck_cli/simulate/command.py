@@ -84,7 +84,7 @@ def simulate(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Play months of failures with the operator's planning: how much of its time a job would train (ETTR)."""
-    said = read_assumed(assumed_by)
+    overrides = read_assumed(assumed_by)
     found: dict[str, Any]
     if job is not None:
         check_named(job, file, nodes, made_up, workers)
@@ -96,10 +96,10 @@ def simulate(
         if workers is not None:
             found["spec"]["workers"] = workers
         layout = plan_layout(found, listed, workers_per_node)
-    if said.state_size is not None:
-        layout = replace(layout, spec=replace(layout.spec, state_size=said.bytes_of("state_size", "")))
+    if overrides.state_size is not None:
+        layout = replace(layout, spec=replace(layout.spec, state_size=overrides.bytes_of("state_size", "")))
     assumed = assume(
-        layout, found, said, jobs_in(measured) if measured else [found] if job is not None else []
+        layout, found, overrides, jobs_in(measured) if measured else [found] if job is not None else []
     )
     results = []
     with progress_bar() as progress:

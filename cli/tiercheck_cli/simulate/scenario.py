@@ -202,16 +202,16 @@ def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 def times_of(
-    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, Any], topology: Topology
+    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, overrides: Mapping[str, Any], topology: Topology
 ) -> tuple[RecoveryTimes, tuple[str, ...]]:
     """Returns (times, their sources as sentences); without any recovery, `usual` times and no sentence.
 
     Parts that are assumed explicitly are the same for every kind of failure, whatever was measured."""
     told = measured_recoveries(jobs)
     if not told:
-        return usual.changed(lambda each: replace(each, **said)), ()
+        return usual.changed(lambda each: replace(each, **overrides)), ()
     found = measure(told, usual)
-    times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **said))
+    times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **overrides))
     whose = ", ".join(dict.fromkeys(str((job.get("metadata") or {}).get("name") or "a job") for job in jobs))
     count = len(told)
     lines = [
@@ -229,7 +229,7 @@ def times_of(
         f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
         f"{restore.remote:.3g} s from the remote tier"
     )
-    assumed = ", ".join(f"{key} {value:g} s" for key, value in said.items())
+    assumed = ", ".join(f"{key} {value:g} s" for key, value in overrides.items())
     return times, (*lines, *found.derived, *([f"assumed: {assumed}"] if assumed else []))
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from tiercheck.protocol import names
 from tiercheck_cli.events import TIERS, PastRecovery, recoveries
-from tiercheck_cli.terminal import spell
-from tiercheck_operator.model.spelling import OURS, As, At, read_as
+from tiercheck_cli.terminal import to_json_value
+from tiercheck_operator.model.serialization import INTERNAL, As, At, from_api
 from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import Topology
 
@@ -168,14 +168,14 @@ class StatusView:
     wanted_workers: Annotated[int, At("spec.workers")] = 0
     """The number of workers that the spec asks for."""
     procs_per_worker: Annotated[int, At("spec.procsPerWorker")] = 1
-    age_seconds: Annotated[float | None, OURS] = None
+    age_seconds: Annotated[float | None, INTERNAL] = None
     step: Annotated[int | None, At("status.progress.step")] = None
     step_seconds: Annotated[float | None, At("status.progress.stepSeconds")] = None
     restarts: Annotated[int, At("status.restarts.total")] = 0
     crashes: Annotated[int, At("status.restarts.crash")] = 0
     disruptions: Annotated[int, At("status.restarts.disruption")] = 0
     max_restarts: Annotated[int, At("spec.failurePolicy.maxRestarts")] = 10
-    tiers: Annotated[tuple[TierView, ...], OURS] = ()
+    tiers: Annotated[tuple[TierView, ...], INTERNAL] = ()
     snapshot_every: Annotated[int | None, At("status.checkpoint.snapshotEverySteps")] = None
     deltas: Annotated[str, At("status.checkpoint.deltas")] = ""
     tolerates: Annotated[tuple[str, ...], At("status.placement.tolerates")] = ()
@@ -186,24 +186,24 @@ class StatusView:
     unprotected_workers: Annotated[int, At("status.placement.unprotectedWorkers")] = 0
     memory_needed: Annotated[int | None, At("status.memory.neededBytes")] = None
     memory_limit: Annotated[int | None, At("status.memory.limitBytes")] = None
-    attention: Annotated[tuple[Attention, ...], OURS] = ()
+    attention: Annotated[tuple[Attention, ...], INTERNAL] = ()
     recoveries: Annotated[tuple[PastRecovery, ...], At(""), As(recoveries)] = ()
-    restoring: Annotated[RestoreView | None, OURS] = None
-    levels: Annotated[tuple[str, ...], OURS] = ()
+    restoring: Annotated[RestoreView | None, INTERNAL] = None
+    levels: Annotated[tuple[str, ...], INTERNAL] = ()
     """The levels of the workers' `domains`."""
-    members: Annotated[tuple[WorkerView, ...], OURS] = ()
+    members: Annotated[tuple[WorkerView, ...], INTERNAL] = ()
     """The workers' pods; empty if they were not asked for."""
 
     def as_json(self, now: float) -> dict[str, Any]:
         """Returns the status for programs; names are stable."""
-        return {"time": now, **spell(self)}
+        return {"time": now, **to_json_value(self)}
 
 
 def status_view(
     job: Mapping[str, Any], now: float, members: Sequence[WorkerView] = (), levels: tuple[str, ...] = ()
 ) -> StatusView:
     """Returns the status of a job. `now` is unix seconds."""
-    view, spec, status = read_as(StatusView, job), job.get("spec") or {}, job.get("status") or {}
+    view, spec, status = from_api(StatusView, job), job.get("spec") or {}, job.get("status") or {}
     return replace(
         view,
         workers=view.workers or view.wanted_workers,

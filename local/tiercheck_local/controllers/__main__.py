@@ -22,7 +22,7 @@ from tiercheck_operator.kubernetes.api_server import DISRUPTION_BUDGETS, LEASES,
 async def serve(kubeconfig: Path, grace: float) -> bool:
     """Runs until it is stopped; returns whether that was because its parent process is gone."""
     async with Client.of(kubeconfig) as client:
-        return await controlplane.run_until_told(_control(client, grace))
+        return await controlplane.run_until_stopped(_control(client, grace))
 
 
 async def _control(client: Client, grace: float) -> None:

@@ -62,9 +62,9 @@ class NodeLifecycle:
             if held_up > self._grace / 4:
                 self._renewed = {name: (renewal, looked) for name, (renewal, _) in self._renewed.items()}
             for node in list(self._nodes.objects.values()):
-                await attempt(f"node {node['metadata']['name']}", self._judge(node))
+                await attempt(f"node {node['metadata']['name']}", self._update_node(node))
 
-    async def _judge(self, node: Object) -> None:
+    async def _update_node(self, node: Object) -> None:
         name = node["metadata"]["name"]
         _, seen = self._renewed.setdefault(name, ("", time.monotonic()))
         late = time.monotonic() - seen > self._grace
@@ -81,7 +81,7 @@ class NodeLifecycle:
             log.info("node %s is ready", name)
             await self._replace_taints(node, {UNREACHABLE, NOT_READY}, [])
         if late:
-            await self._doubt_pods(name)
+            await self._mark_pods_not_ready(name)
         await self._evict(node)
 
     async def _declare_unknown(self, node: Object) -> None:
@@ -108,18 +108,18 @@ class NodeLifecycle:
             node.clear()
             node.update(changed)
 
-    async def _doubt_pods(self, node: str) -> None:
+    async def _mark_pods_not_ready(self, node: str) -> None:
         """Marks the pods of an unreachable node as not ready, as nothing confirms that they still are."""
         for pod in list(self._pods.objects.values()):
             if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
                 continue
-            doubted = [
+            not_ready = [
                 {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": rfc3339(time.time())}
                 if c["type"] == "Ready"
                 else c
                 for c in pod["status"]["conditions"]
             ]
-            change = {"status": {"conditions": doubted}}
+            change = {"status": {"conditions": not_ready}}
             await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
     async def _evict(self, node: Object) -> None:
@@ -137,13 +137,13 @@ class NodeLifecycle:
             elif (
                 not metadata.get("deletionTimestamp")
                 and not is_finished(pod)
-                and _patience_is_over(pod, taints)
+                and _toleration_expired(pod, taints)
             ):
                 log.info("pod %s/%s: its toleration is over", metadata["namespace"], metadata["name"])
                 await self._client.delete_as_read(PODS, pod)
 
 
-def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
+def _toleration_expired(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
     for taint in taints:
         found = toleration(pod, taint)
         if found is None:

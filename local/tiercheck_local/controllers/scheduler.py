@@ -13,7 +13,7 @@ from typing import Any
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_operator.kubernetes.api_server import PODS, Object
-from tiercheck_operator.model.spelling import parse_amount
+from tiercheck_operator.model.serialization import parse_amount
 from tiercheck_operator.model.status import rfc3339
 
 # Pure.
@@ -29,13 +29,13 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Nowhere:
+class NoNodeFits:
     """The result if no node admits the pod; `message` is for the PodScheduled condition."""
 
     message: str
 
 
-def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | Nowhere:
+def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | NoNodeFits:
     """Chooses a node for `pod`, or explains why none admits it.
 
     Of the nodes that admit the pod, those with the highest affinity come first; of these, the one that
@@ -53,14 +53,14 @@ def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | N
         reasons = refusal(pod, node, present[name])
         refusals.update(reasons)
         if not reasons:
-            crowd = _crowd(pod, node, nodes, present) or [_same_job(pod, present[name])]
-            admitted.append((-_liking(pod, node), crowd, len(present[name]), name))
+            crowd = _spread_counts(pod, node, nodes, present) or [_same_job(pod, present[name])]
+            admitted.append((-_affinity_weight(pod, node), crowd, len(present[name]), name))
     if admitted:
         return Chosen(min(admitted)[3])
     counted = ", ".join(f"{count} {reason}" for reason, count in sorted(refusals.items()))
     if not nodes:
-        return Nowhere("no nodes available to schedule pods")
-    return Nowhere(f"0/{len(nodes)} nodes are available: {counted}.")
+        return NoNodeFits("no nodes available to schedule pods")
+    return NoNodeFits(f"0/{len(nodes)} nodes are available: {counted}.")
 
 
 def refusal(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
@@ -180,7 +180,7 @@ def _selected(pod: Item, node: Item) -> bool:
     return any(_term_holds(term, node) for term in affinity.get("nodeSelectorTerms") or [])
 
 
-def _liking(pod: Item, node: Item) -> int:
+def _affinity_weight(pod: Item, node: Item) -> int:
     """Returns the weight of the pod's preferred node affinity that holds for this node."""
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     return sum(
@@ -199,7 +199,9 @@ def _term_holds(term: Item, node: Item) -> bool:
     ) and matches_selector({"matchExpressions": term.get("matchFields")}, {"metadata.name": metadata["name"]})
 
 
-def _crowd(pod: Item, node: Item, nodes: Sequence[Item], present: Mapping[str, list[Item]]) -> list[int]:
+def _spread_counts(
+    pod: Item, node: Item, nodes: Sequence[Item], present: Mapping[str, list[Item]]
+) -> list[int]:
     """Counts the matching pods in the node's domain per topologySpreadConstraint, in order.
 
     Pods that are being deleted do not count, as in the real scheduler.
@@ -269,7 +271,7 @@ class Scheduler(WokenController):
         ]
         nodes = sorted(self._nodes.objects.values(), key=lambda node: str(node["metadata"]["name"]))
         choice = choose(pod, nodes, placed)
-        if isinstance(choice, Nowhere):
+        if isinstance(choice, NoNodeFits):
             await self._explain(pod, choice.message)
             return
         binding = {

@@ -25,7 +25,7 @@ from tiercheck_local.demo.job import (
     Live,
     ObjectStore,
     Play,
-    Story,
+    StoryRunner,
     credentials,
     job,
 )
@@ -42,7 +42,7 @@ from tiercheck_local.demo.record import (
 )
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
 from tiercheck_local.nodespec import NodeSpec
-from tiercheck_local.running import GaveUp
+from tiercheck_local.running import WaitTimeout
 from tiercheck_local.stage import NAMESPACE, LaptopStage
 from tiercheck_operator.kubernetes.api_server import JOBS
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130
-    except GaveUp as error:
+    except WaitTimeout as error:
         console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
         console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
         return 1
@@ -102,7 +102,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
             stage = LaptopStage(cluster, play.name)
             log = TrainingLog(cluster.logs, f"{play.name}-0-*/trainer.log")
             with Live(console, STEPS, log) as live:
-                faults = _tell(stage, log, live)
+                faults = _run_story(stage, log, live)
                 reference = reference or _train_unhurt(live, [sys.executable, *command[1:]])
             records.append(_record(play, stage, log, faults, reference, started=started))
             cluster.api.delete(JOBS, NAMESPACE, play.name)
@@ -113,8 +113,8 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     return 0 if all(record.verdict.equal for record in records) else 1
 
 
-def _tell(stage: LaptopStage, log: TrainingLog, live: Live) -> list[FaultRecord]:
-    story = Story(stage, log, WORKERS, live)
+def _run_story(stage: LaptopStage, log: TrainingLog, live: Live) -> list[FaultRecord]:
+    story = StoryRunner(stage, log, WORKERS, live)
     faults = []
     for number, failure in enumerate(FAILURES):
         fault = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)

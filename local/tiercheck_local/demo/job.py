@@ -21,7 +21,7 @@ from tiercheck_local import controlplane
 from tiercheck_local.controlplane import wait_until
 from tiercheck_local.demo.record import FaultRecord, TrainingLog, count_tiers, rank_source
 from tiercheck_local.markers import free_ports
-from tiercheck_local.running import GaveUp
+from tiercheck_local.running import WaitTimeout
 from tiercheck_local.stage import FAULTS, NAMESPACE, LaptopStage, condition_is, in_words, tier_step
 from tiercheck_operator.kubernetes.api_server import Object
 from tiercheck_operator.model.status import parse_time
@@ -244,7 +244,7 @@ _PATIENCE = 90.0
 
 
 @dataclass
-class Story:
+class StoryRunner:
     """Plays the failures on one job and records its recoveries."""
 
     stage: LaptopStage
@@ -270,7 +270,7 @@ class Story:
             self.log.poll()
             self.live.follow(status)
             if condition_is(status, "Failed") and not condition(status):
-                raise GaveUp(f"while waiting for {what}, the job failed: {in_words(status)}")
+                raise WaitTimeout(f"while waiting for {what}, the job failed: {in_words(status)}")
             return condition(status)
 
         return self.stage.wait(what, look, _PATIENCE)
@@ -284,7 +284,7 @@ class Story:
             self.live.say(f"  → {self.stage.protect_by_parity()}")
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
-        target = self.stage.inflict(failure.fault, failure.worker)
+        target = self.stage.inject_fault(failure.fault, failure.worker)
         self.live.say(f"  ✗ {FAULTS[failure.fault].what}: {target}")
         self.wait_for(
             "the recovery to end",
@@ -322,7 +322,7 @@ class Story:
         finished, under_way = self.ended[attempt], self._under_way.get(attempt, {})
         ranks = self.stage.restores(attempt)
         if len(ranks) != self.ranks:
-            raise GaveUp(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
+            raise WaitTimeout(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
         resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
         restored_step = int(finished["step"])
         racks = {worker: self.stage.rack_of(worker) for worker in range(self.ranks)}

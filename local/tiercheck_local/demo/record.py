@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Exact, RankRestore
 from tiercheck_local import controlplane
 from tiercheck_local.markers import free_ports
-from tiercheck_local.running import GaveUp
+from tiercheck_local.running import WaitTimeout
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _follow_processes(
             if failed is not None:
                 why = f"rank {failed} exited with {processes[failed].returncode}"
             tail = controlplane.tail_of(logs / f"rank-{failed or 0}" / "out.log")
-            raise GaveUp(f"the uninterrupted run failed: {why}\n{tail}")
+            raise WaitTimeout(f"the uninterrupted run failed: {why}\n{tail}")
         time.sleep(0.2)
     for step in log.poll():
         on_step(step)

@@ -175,7 +175,7 @@ class Agent:
         try:
             registration = Registration(self._client, self._settings)
             pods = Cache(self._client, PODS, self._see, fields=f"spec.nodeName={self._settings.name}")
-            await controlplane.run_until_told(registration.run(), pods.run())
+            await controlplane.run_until_stopped(registration.run(), pods.run())
         finally:
             self._clear_node()
 

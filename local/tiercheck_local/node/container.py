@@ -276,11 +276,11 @@ class Container:
         if code != 0 and recipe.out_of_memory.exists():
             recipe.out_of_memory.unlink()
             reason = "OOMKilled"
-        self.state = _terminated(code, reason, started_at, self._last_words(recipe, code))
+        self.state = _terminated(code, reason, started_at, self._termination_message(recipe, code))
         self.probed_ready = False
         self._changed()
 
-    def _last_words(self, recipe: ContainerRecipe, code: int) -> str:
+    def _termination_message(self, recipe: ContainerRecipe, code: int) -> str:
         with contextlib.suppress(OSError):
             return recipe.termination_message.read_bytes()[-4096:].decode(errors="replace")
         if code != 0 and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":

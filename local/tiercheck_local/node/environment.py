@@ -14,7 +14,7 @@ from typing import Any
 
 from tiercheck_local.client import Client
 from tiercheck_operator.kubernetes.api_server import CONFIG_MAPS, SECRETS
-from tiercheck_operator.model.spelling import parse_amount
+from tiercheck_operator.model.serialization import parse_amount
 
 Object = Mapping[str, Any]
 Lookup = Callable[[str, str], Mapping[str, bytes] | None]

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from tiercheck.protocol import names
 from tiercheck_operator.attach.injection import Attachment, attached_job
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner
-from tiercheck_operator.attach.trust import Trust
+from tiercheck_operator.attach.trust import CertificateManager
 from tiercheck_operator.attach.webhook import POLICIES, Admission, Webhook
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure
 from tiercheck_operator.kubernetes.client import BACKOFF, Kube, ObjectMetadata
 from tiercheck_operator.kubernetes.events import ObjectEvents
 from tiercheck_operator.model.observed import JobView, PodView
-from tiercheck_operator.model.spelling import spell
+from tiercheck_operator.model.serialization import to_api
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Adoption:
                 log.warning("%s/%s: no job for %s: %s", namespace, owner.name, owner.kind, error)
                 if error.refused or error.not_found:
                     await self._events.warn(
-                        {**spell(owner), "namespace": namespace}, NOT_ATTACHED, str(error)
+                        {**to_api(owner), "namespace": namespace}, NOT_ATTACHED, str(error)
                     )
                 failures += 1
             await asyncio.sleep(BACKOFF[min(failures, len(BACKOFF) - 1)] if failures else BACKOFF[-1])
@@ -130,7 +130,7 @@ _MOST_OF_NAMESPACE = 20
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
 
-def must_go(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
+def should_evict(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
     """Returns whether the pod blocks its job, which could continue with a replacement."""
     if names.ANNOTATION_NOT_ATTACHED in pod.annotations or pod.deleted:
         return False  # its replacement would be refused as well
@@ -141,7 +141,7 @@ def must_go(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
         return False
 
 
-class LeftOut:
+class UninjectedPods:
     """Handles unattached pods of `namespaces` (empty: all) every `every` seconds while the replica leads."""
 
     def __init__(
@@ -191,7 +191,7 @@ class LeftOut:
         """Reports or evicts one pod. Returns whether that took any call."""
         namespace, name, uid = pod.namespace, pod.name, pod.uid
         about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid}
-        going = must_go(pod, self._has_job)
+        going = should_evict(pod, self._has_job)
         said = pod.annotations.get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
         if going:
             said += " The other workers wait for it, so it is evicted and its controller makes another."
@@ -230,10 +230,10 @@ class AttachService:
         self._always = always
         self._webhook: Webhook | None = None
         self._adoption = Adoption(kube, has_job, pods_of)
-        self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
+        self._uninjected = UninjectedPods(kube, config.namespaces, config.resync_seconds, has_job)
         if config.webhook is not None:
             settings = config.webhook
-            trust = Trust(always, settings, config.lease)
+            trust = CertificateManager(always, settings, config.lease)
             self._webhook = Webhook(settings.host, settings.port, trust, Admission(always, config))
 
     async def owner_size(self, job: JobView) -> int | None:
@@ -255,20 +255,20 @@ class AttachService:
     def lead(self) -> None:
         """Starts the leader's work; the caller passes every existing pod to `pod_seen`."""
         if self._webhook is not None:
-            self._left_out.start()
+            self._uninjected.start()
 
     def pod_seen(self, pod: PodView | None) -> None:
         """Handles a pod of a job; called for every one while this replica leads."""
         if self._webhook is not None and pod is not None:
             self._adoption.pod_seen(pod)
 
-    async def cease(self) -> None:
+    async def stop_leading(self) -> None:
         """Ends the leader's work."""
         await self._adoption.stop()
-        await self._left_out.stop()
+        await self._uninjected.stop()
 
     async def stop(self) -> None:
-        await self.cease()
+        await self.stop_leading()
         if self._webhook is not None:
             await self._webhook.stop()
         self._always.close()

@@ -1,5 +1,4 @@
-"""Turns another controller's pod into a worker with sidecar, volumes and launcher. Pure functions.
-"""
+"""Turns another controller's pod into a worker with sidecar, volumes and launcher. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
+from tiercheck_operator.attach.owners import Owner, Unattachable, WorkerIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.manifests.pod import equip
+from tiercheck_operator.manifests.pod import inject_sidecar
 from tiercheck_operator.manifests.pod_settings import with_pull_settings, worker_ports
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
-from tiercheck_operator.model.spelling import read_as, spell
+from tiercheck_operator.model.serialization import from_api, to_api
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Default names of the training container: of a TierCheckJob, a PyTorchJob, a TrainJob's runtimes."""
@@ -44,13 +43,13 @@ class Attachment:
     procs_per_worker: int
 
     def to_json(self) -> str:
-        return json.dumps(spell(self), separators=(",", ":"))
+        return json.dumps(to_api(self), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Attachment:
         """Parses the JSON of `to_json`. Raises ValueError for other text."""
         try:
-            found = read_as(Attachment, parse_json(text, LONGEST_ATTACHMENT))
+            found = from_api(Attachment, parse_json(text, LONGEST_ATTACHMENT))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an attachment: {error}") from error
         if found.workers < 1 or found.procs_per_worker < 1:
@@ -71,7 +70,7 @@ def job_name(owner: Owner) -> str:
 def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the TierCheckJob of an owner. `policy`: the spec of its TierCheckPolicy."""
     owner = attachment.owner
-    reference = spell(owner)
+    reference = to_api(owner)
     return {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,
@@ -90,7 +89,7 @@ def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, An
 
 
 def attachment_of(
-    pod: Mapping[str, Any], owner: Owner, seat: Seat, policy: str, procs: int | None
+    pod: Mapping[str, Any], owner: Owner, seat: WorkerIdentity, policy: str, procs: int | None
 ) -> Attachment:
     """Builds a pod's attachment. `procs`: per worker; None: as the pod sets it. Raises Unattachable."""
     container = _trainer(pod)
@@ -109,7 +108,7 @@ def is_injected(pod: Mapping[str, Any]) -> bool:
 def inject(
     pod: Mapping[str, Any],
     attachment: Attachment,
-    seat: Seat,
+    seat: WorkerIdentity,
     job: Mapping[str, Any],
     config: Config,
     *,
@@ -134,7 +133,7 @@ def inject(
     # A job keeps the sidecar image that it began with, across upgrades of the operator.
     image, memory = view.status.sidecar_image or config.sidecar_image, config.node_memory
     ports, worker = worker_ports(view.identity, seat.worker), str(seat.worker)
-    equip(view, worker, spec, attachment.container, image, host_ports=ports, node_memory=memory)
+    inject_sidecar(view, worker, spec, attachment.container, image, host_ports=ports, node_memory=memory)
     _withhold_token(spec)
     new = with_pull_settings(new, config.sidecar_pull_policy, config.sidecar_pull_secrets)
     metadata = new["metadata"]

@@ -53,7 +53,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerIdentity:
     """The pod's index among its owner's workers, and their number."""
 
     worker: int
@@ -80,17 +80,17 @@ def find_owner(pod: Mapping[str, Any]) -> Owner:
     return Owner(controller["apiVersion"], controller["kind"], controller["name"], controller["uid"])
 
 
-def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> Seat:
+def find_worker_identity(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> WorkerIdentity:
     """Returns the pod's index. `raw`: its owner. Raises Unattachable if the pods are not numbered 0..N-1."""
     if (raw.get("metadata") or {}).get("uid") != owner.uid:
         raise Unattachable(f"{owner.kind} {owner.name} is not the one that made the pod")
     spec = raw.get("spec") or {}
     if owner.kind == _JOB:
-        seat = Seat(_index(pod, COMPLETION_INDEX), _parallelism(spec, f"Job {owner.name}"))
+        seat = WorkerIdentity(_index(pod, COMPLETION_INDEX), _parallelism(spec, f"Job {owner.name}"))
     elif owner.kind == _JOBSET:
-        seat = _seat_in_jobset(pod, owner, spec)
+        seat = _identity_in_jobset(pod, owner, spec)
     else:
-        seat = _seat_in_pytorchjob(pod, owner, spec)
+        seat = _identity_in_pytorchjob(pod, owner, spec)
     if not 0 <= seat.worker < seat.workers:
         raise Unattachable(
             f"{owner.kind} {owner.name} has {seat.workers} workers, but this pod's index is {seat.worker}"
@@ -126,7 +126,7 @@ def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") 
     return parallelism
 
 
-def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
+def _identity_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> WorkerIdentity:
     """Counts workers over the replicated jobs with the inject label, in the JobSet's order."""
     mine = _labels(pod).get(JOBSET_REPLICATED_JOB)
     before = workers = 0
@@ -144,10 +144,10 @@ def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any
         workers += int(_or_one(entry.get("replicas"))) * each
     if not found:
         raise Unattachable(f"JobSet {owner.name} has no replicated job named {mine!r}")
-    return Seat(before + _index(pod, COMPLETION_INDEX), workers)
+    return WorkerIdentity(before + _index(pod, COMPLETION_INDEX), workers)
 
 
-def _seat_in_pytorchjob(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
+def _identity_in_pytorchjob(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> WorkerIdentity:
     replicas = {
         str(kind).lower(): entry or {} for kind, entry in (spec.get("pytorchReplicaSpecs") or {}).items()
     }
@@ -160,7 +160,7 @@ def _seat_in_pytorchjob(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str,
     counts = {kind: int(_or_one(entry.get("replicas"))) for kind, entry in replicas.items()}
     masters = counts.get("master", 0)
     is_master = _labels(pod).get(KUBEFLOW_TYPE, "").lower() == "master"
-    return Seat(_index(pod, KUBEFLOW_INDEX) + (0 if is_master else masters), sum(counts.values()))
+    return WorkerIdentity(_index(pod, KUBEFLOW_INDEX) + (0 if is_master else masters), sum(counts.values()))
 
 
 def _asks(template: Mapping[str, Any]) -> bool:

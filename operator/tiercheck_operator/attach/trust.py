@@ -61,7 +61,7 @@ def _plain(host: str) -> str:
         return host
 
 
-class Trust:
+class CertificateManager:
     """Keeps one replica's certificate current. If the settings name an issuer, the Secret is only read.
 
     `deployment`: namespace and name of the operator's Deployment."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tiercheck.connections import Arrivals
+from tiercheck.connections import ConnectionAcceptor
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.redaction import redacted
@@ -43,8 +43,8 @@ from tiercheck_operator.attach.injection import (
     job_name,
     mark_refused,
 )
-from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
-from tiercheck_operator.attach.trust import Trust
+from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_worker_identity
+from tiercheck_operator.attach.trust import CertificateManager
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure, ApiResource
 from tiercheck_operator.kubernetes.certificates import KeyPair
@@ -91,7 +91,7 @@ class Admission:
         raw_owner = await self._read(owner.resource(namespace), namespace, owner.name)
         if raw_owner is None:
             raise Unattachable(f"there is no {owner.kind} {owner.name}")
-        seat = find_seat(pod, owner, raw_owner)
+        seat = find_worker_identity(pod, owner, raw_owner)
         job = await self._job(namespace, owner)
         if job is None:
             found = await self._policy(namespace, policy)
@@ -156,7 +156,7 @@ An API server may use one address only, and opens a connection for each concurre
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 
 
-class Doors(Arrivals[web.ServerRunner]):
+class WebhookListener(ConnectionAcceptor[web.ServerRunner]):
     """Accepts a bounded number of connections, and passes each POST with its whole body to `handler`."""
 
     def __init__(self, context: ssl.SSLContext, handler: Handler, patience: float = PATIENCE) -> None:
@@ -172,18 +172,18 @@ class Doors(Arrivals[web.ServerRunner]):
             ),
             shutdown_timeout=5.0,
         )
-        super().__init__(runner, self._let_in)
+        super().__init__(runner, self._serve_connection)
         self._arriving: Counter[str] = Counter()
         """The number of connections in their TLS handshake, by address."""
 
-    def _guests(self) -> Counter[str]:
+    def _connection_counts(self) -> Counter[str]:
         """Returns the number of connections by address."""
         server = self._runner.server
         peers = [guest.peername for guest in server.connections] if server is not None else []
         return self._arriving + Counter(str(peer[0]) for peer in peers if peer)
 
-    async def _let_in(self, connection: socket.socket, address: str) -> None:
-        guests = self._guests()
+    async def _serve_connection(self, connection: socket.socket, address: str) -> None:
+        guests = self._connection_counts()
         if guests.total() >= _CONNECTIONS or guests[address] >= _OF_ONE_ADDRESS:
             connection.close()
             return
@@ -278,7 +278,7 @@ _MOST_VALUES = 50_000
 class Webhook:
     """Serves the webhook once there is a certificate. Call `start`, then `stop`."""
 
-    def __init__(self, host: str, port: int, trust: Trust, admission: Admission) -> None:
+    def __init__(self, host: str, port: int, trust: CertificateManager, admission: Admission) -> None:
         self._address = host, port
         self._trust, self._admission = trust, admission
         self._shown: KeyPair | None = None
@@ -287,7 +287,7 @@ class Webhook:
         """Set once the webhook answers."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._doors: Doors | None = None
+        self._webhook_listener: WebhookListener | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -298,8 +298,8 @@ class Webhook:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self._doors is not None:
-            await self._doors.stop()
+        if self._webhook_listener is not None:
+            await self._webhook_listener.stop()
 
     async def _keep_trusted(self) -> None:
         while True:
@@ -322,10 +322,10 @@ class Webhook:
             key.touch(mode=0o600)
             key.write_bytes(bundle.key)
             self._context.load_cert_chain(certificate, key)
-        if self._doors is None:
-            doors = Doors(self._context, self._answer)
+        if self._webhook_listener is None:
+            doors = WebhookListener(self._context, self._answer)
             await doors.start(*self._address)
-            self._doors = doors
+            self._webhook_listener = doors
             log.info("the webhook answers at %s:%s", *self._address)
         self._shown = bundle
         self.serving.set()

@@ -13,7 +13,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report, TrainerState
-from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
+from tiercheck_operator.controller.attempt.attempt import NewAttempt, begin_attempt
 from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
 from tiercheck_operator.controller.attempt.readiness import (
     Waiting,
@@ -22,7 +22,7 @@ from tiercheck_operator.controller.attempt.readiness import (
     find_late_trainers,
     waiting_for_pods,
 )
-from tiercheck_operator.controller.failures.standstill import describe_stalled_restore
+from tiercheck_operator.controller.failures.hangs import describe_stalled_restore
 from tiercheck_operator.controller.failures.trigger import (
     GivenUp,
     find_trigger,
@@ -122,7 +122,7 @@ def decide(obs: Observation) -> Decision:
     return conclude(situation, draft)
 
 
-def leave_others_alone(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+def skip_unmanaged_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Ends with no action for a job that is being deleted or is managed by another controller."""
     ours = situation.job.spec.managed_by == names.CONTROLLER
     return draft if ours and not situation.job.deleting else Decision()
@@ -189,7 +189,7 @@ def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> Dec
     running = [
         pod.name
         for pod in situation.all_pods
-        if not (pod.terminal or pod.sidecar.state is ContainerState.UNBORN)
+        if not (pod.terminal or pod.sidecar.state is ContainerState.NOT_STARTED)
     ]
     if not running and not situation.have_credentials:
         return draft
@@ -248,7 +248,7 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     if recovery is None or recovery.decided_at is not None:
         return draft
     outcome = begin_attempt(situation, recovery)
-    if isinstance(outcome, Begun):
+    if isinstance(outcome, NewAttempt):
         draft = replace(draft, status=outcome.status, placement=outcome.placement)
         return draft.with_actions(SavePlacement(outcome.placement)).with_findings(placed=outcome.placed)
     if isinstance(outcome, GivenUp):
@@ -305,7 +305,7 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     return draft.with_findings(placed=moved.placed).with_wake(moved.wake)
 
 
-def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+def report_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Reports departures, unready nodes, refusals and ill devices, or the placement's quality, in Placed."""
     assert draft.placement is not None
     members, going = situation.members, situation.membership.departures
@@ -325,9 +325,9 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     return draft if found is None else draft.with_findings(placed=found)
 
 
-def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+def report_stalled_release(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Reports which restore is stalled, or which trainer the release waits for."""
-    if not draft.status.on_way_back:
+    if not draft.status.is_restoring:
         return draft
     late = find_late_trainers(situation, draft.status, draft.reports)
     still = describe_stalled_restore(situation, draft.status, draft.reports)
@@ -343,15 +343,15 @@ def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft
         return replace(draft, after=tuple(finish)).with_findings(completed=True)
     phase = wanted_phase(draft.status)
     directives = due_directives(situation, draft.status, members, draft.placement, phase)
-    probes = due_probes(situation, situation.testimony)
+    probes = due_probes(situation, situation.evidence)
     draft = draft.with_findings(copied=all_copied(draft.reports, members, directives))
     draft = replace(draft, after=(*directives, *probes, *draft.after))
-    return draft.with_wake(seconds_to_next_look(situation, situation.testimony))
+    return draft.with_wake(seconds_to_next_look(situation, situation.evidence))
 
 
 Step = Callable[[Situation, DecisionDraft], DecisionDraft | Decision]
 STEPS: tuple[Step, ...] = (
-    leave_others_alone,
+    skip_unmanaged_job,
     look_after_ended_job,
     suspend_job,
     refuse_impossible_pods,
@@ -366,8 +366,8 @@ STEPS: tuple[Step, ...] = (
     restore_lost_placement,
     drive_attempt,
     move_copies,
-    tell_placement,
-    tell_what_holds_up,
+    report_placement,
+    report_stalled_release,
     direct_sidecars,
 )
 """The steps of `decide`, in order. The first one that returns a Decision ends it."""

@@ -20,7 +20,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes import api_server
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import BACKOFF, Kube, NameTaken
-from tiercheck_operator.kubernetes.owned_objects import Belongings, ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model.actions import (
@@ -62,9 +62,9 @@ class Executor:
     """Executes decisions for one job. A directive that cannot be sent is retried by the next reconcile."""
 
     def __init__(
-        self, kube: Kube, config: Config, belongings: Belongings, cluster: ClusterIdentity | None = None
+        self, kube: Kube, config: Config, belongings: OwnedObjects, cluster: ClusterIdentity | None = None
     ) -> None:
-        self._kube, self._config, self._belongings, self._cluster = kube, config, belongings, cluster
+        self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
 
@@ -122,19 +122,19 @@ class Executor:
     async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None) -> None:
         match action:
             case EnsureCredentials():
-                await self._belongings.ensure_credentials(job)
+                await self._owned_objects.ensure_credentials(job)
             case EnsureService():
-                await self._belongings.ensure_service(job)
+                await self._owned_objects.ensure_service(job)
             case EnsureGang():
-                await self._belongings.ensure_gang(job)
+                await self._owned_objects.ensure_gang(job)
             case RemoveGang():
-                await self._belongings.remove_gang(job)
+                await self._owned_objects.remove_gang(job)
             case EnsureBudget(min_available):
-                await self._belongings.ensure_budget(job, min_available)
+                await self._owned_objects.ensure_budget(job, min_available)
             case RemoveBudget():
-                await self._belongings.remove_budget(job)
+                await self._owned_objects.remove_budget(job)
             case SavePlacement(placement):
-                await self._belongings.save_placement(job, placement)
+                await self._owned_objects.save_placement(job, placement)
             case CreatePod() | CreateSpare():
                 await self._create_pod(job, action)
             case Promote():

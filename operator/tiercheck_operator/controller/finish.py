@@ -123,7 +123,7 @@ def exit_code(obs: Observation) -> int:
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0
-    trainers = [report.trainer for report in obs.last_words]
+    trainers = [report.trainer for report in obs.all_attempt_reports]
     failed = [trainer for trainer in trainers if trainer.state is TrainerState.FAILED and trainer.exit_code]
     first = min(failed, key=lambda trainer: trainer.ended_at or obs.now, default=None)
     return _UNKNOWN_FAILURE if first is None else first.exit_code or _UNKNOWN_FAILURE

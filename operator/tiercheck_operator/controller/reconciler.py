@@ -28,9 +28,9 @@ from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import BACKOFF, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.owned_objects import (
-    Belongings,
     ClusterIdentity,
     NodeLeases,
+    OwnedObjects,
     TopologySource,
 )
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _LEAST_PAUSE = 0.02
 """Seconds. The minimum between two reconciles of a job, so that a burst of changes is handled as one."""
-_BREATHER = 4.0
+_COOLDOWN_FACTOR = 4.0
 """The pause after a reconcile in multiples of the decision's duration: limits a job to 1/5 of the CPU."""
 _LATE = 4.0
 """Seconds that a kubelet may take to claim a new pod before its node's lease is read."""
@@ -61,7 +61,7 @@ _PROGRESS_WRITES = 50
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ReconcilerContext:
     """The context that all jobs share: the views of the cluster, kept up to date by the watches."""
 
     pods: Callable[[str, str], Iterable[PodView]]
@@ -94,23 +94,28 @@ class JobGone(Exception):
 class JobLoop:
     """Reconciles one job between `start` and `stop`. Ends by itself once the API server has no such job."""
 
-    def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
+    def __init__(self, raw: Mapping[str, Any], reconciler_context: ReconcilerContext) -> None:
         self._raw = raw
-        self._around = around
+        self._context = reconciler_context
         self._woken = asyncio.Event()
-        self._belongings = Belongings(around.kube)
-        self._topology = TopologySource(around.kube)
+        self._owned_objects = OwnedObjects(reconciler_context.kube)
+        self._topology = TopologySource(reconciler_context.kube)
         self._known = False
-        self._doubted = False
+        self._maybe_outdated = False
         """True while an answer of the API server suggests that the job is gone or has changed."""
-        self._executor = Executor(around.kube, around.config, self._belongings, around.cluster)
-        self._events = EventPoster(around.kube)
-        self._object_events = ObjectEvents(around.kube)
+        self._executor = Executor(
+            reconciler_context.kube,
+            reconciler_context.config,
+            self._owned_objects,
+            reconciler_context.cluster,
+        )
+        self._events = EventPoster(reconciler_context.kube)
+        self._object_events = ObjectEvents(reconciler_context.kube)
         self._refusals = RefusalMemory()
         self._kubelets: Mapping[str, float] = {}
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
-        self._strange_at = -1
+        self._invalid_generation = -1
         """The generation of the job that could not be parsed."""
         self._sidecars: JobSidecars | None = None
         self._followed: Mapping[str, str] = {}
@@ -155,19 +160,19 @@ class JobLoop:
         if self._sidecars is not None:
             await self._sidecars.close()
             self._sidecars = None
-        self._around.training.discard(self.uid)
-        self._around.places.pop((self.key[0], self.uid), None)
-        self._around.metrics.job_gone(*self.key)
+        self._context.training.discard(self.uid)
+        self._context.places.pop((self.key[0], self.uid), None)
+        self._context.metrics.job_gone(*self.key)
 
     async def _run(self) -> None:
         try:
-            await self._go_on()
+            await self._reconcile_forever()
         except JobGone:
             log.info("%s: the API server does not have it any more", self.named)
-            self._around.gone(self.uid)
+            self._context.gone(self.uid)
             await self._close()
 
-    async def _go_on(self) -> None:
+    async def _reconcile_forever(self) -> None:
         while True:
             self._woken.clear()
             began = self.began = asyncio.get_running_loop().time()
@@ -175,31 +180,33 @@ class JobLoop:
                 try:
                     delay = await self._reconcile()
                 finally:
-                    await self._tell_removed()
+                    await self._report_deletions()
                 self._failures = 0
             except JobGone:
                 raise
             except ApiFailure as error:
-                self._around.metrics.reconcile_failed("conflict" if error.conflict else "api")
+                self._context.metrics.reconcile_failed("conflict" if error.conflict else "api")
                 delay = self._after_failure(error)
                 self._failures += 1
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
-                self._around.metrics.reconcile_failed("bug")
+                self._context.metrics.reconcile_failed("bug")
                 log.exception("%s: reconcile failed", self.named)
                 delay = BACKOFF[min(self._failures, len(BACKOFF) - 1)]
                 self._failures += 1
             self.began, took = None, asyncio.get_running_loop().time() - began
-            self._around.metrics.reconciled(took)
-            await asyncio.sleep(delay if self._failures else max(_LEAST_PAUSE, _BREATHER * self._deciding))
+            self._context.metrics.reconciled(took)
+            await asyncio.sleep(
+                delay if self._failures else max(_LEAST_PAUSE, _COOLDOWN_FACTOR * self._deciding)
+            )
             quiet = self._failures > 0 or not await self._news_within(delay)
-            if quiet and delay >= self._around.config.resync_seconds:
+            if quiet and delay >= self._context.config.resync_seconds:
                 self._known = False  # nothing happened for a while: read everything again
 
-    async def _tell_removed(self) -> None:
+    async def _report_deletions(self) -> None:
         removed = self._executor.take_deleted_pods()
         if removed:
-            await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
+            await self._events.post_removed(parse_job(self._raw), removed, self._context.clock())
 
     async def _news_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -211,54 +218,54 @@ class JobLoop:
         """Returns the seconds to wait, and notes whether the job has to be read again.
         A conflict means that it was written since it was read; with 404, the job itself may be gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
-        self._doubted = self._doubted or error.conflict or error.not_found
+        self._maybe_outdated = self._maybe_outdated or error.conflict or error.not_found
         return max(BACKOFF[min(self._failures, len(BACKOFF) - 1)], error.retry_after or 0.0)
 
     def _note_failures(self, failures: Iterable[tuple[Action, ApiFailure]]) -> None:
         for failure in {str(error): error for _, error in failures}.values():
             log.log(logging.DEBUG if failure.conflict else logging.WARNING, "%s: %s", self.named, failure)
-            self._around.metrics.reconcile_failed("conflict" if failure.conflict else "api")
-            self._doubted = self._doubted or failure.not_found
+            self._context.metrics.reconcile_failed("conflict" if failure.conflict else "api")
+            self._maybe_outdated = self._maybe_outdated or failure.not_found
 
-    async def _look_up(self) -> None:
+    async def _reread_job(self) -> None:
         """Reads the job from the API server. Raises JobGone, or ApiFailure and leaves the job uncertain."""
-        fresh = await self._around.kube.find(JOBS, *self.key)
+        fresh = await self._context.kube.find(JOBS, *self.key)
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
         if version_in(fresh) >= version_in(self._raw):
             self._raw = copy_of_job(fresh)
-        self._doubted = False
+        self._maybe_outdated = False
 
     async def _reconcile(self) -> float:
         """Observes, decides and executes once. Returns the seconds until the next reconcile at the latest."""
-        around = self._around
+        reconciler_context = self._context
         try:
             job = parse_job(self._raw)
         except Exception as error:
-            await self._tell_strange(error)
-            return around.config.resync_seconds
-        if _ours(job) and (self._doubted or not (self._known or self._over(job))):
+            await self._report_invalid_job(error)
+            return reconciler_context.config.resync_seconds
+        if _is_managed(job) and (self._maybe_outdated or not (self._known or self._is_done(job))):
             # Nothing is created for a job that exists only in a late event or a watch that missed its end.
-            await self._look_up()
+            await self._reread_job()
             job = parse_job(self._raw)
         raw = self._raw
-        image = choose_sidecar_image(job.status, self._pods(job), around.config.sidecar_image)
+        image = choose_sidecar_image(job.status, self._pods(job), reconciler_context.config.sidecar_image)
         job = replace(job, sidecar_image=image)
-        if not _ours(job):
-            return around.config.resync_seconds
-        if not self._over(job):
+        if not _is_managed(job):
+            return reconciler_context.config.resync_seconds
+        if not self._is_done(job):
             job = await self._topology.resolve(job)
-        if not self._known and not self._over(job):
-            await self._belongings.refresh(job)
+        if not self._known and not self._is_done(job):
+            await self._owned_objects.refresh(job)
             self._known = True
-        await self._look_at_owner(job)
+        await self._read_owner_size(job)
         await self._look_at_leases(job)
         observation = self._observe(job)
         began = time.perf_counter()
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
-        around.metrics.decided(self._deciding)
-        around.places[self.key[0], self.uid] = frozenset(
+        reconciler_context.metrics.decided(self._deciding)
+        reconciler_context.places[self.key[0], self.uid] = frozenset(
             place.node for place in (decision.status or job.status).places
         )
         refusals, now = self._refusals, observation.now
@@ -282,16 +289,16 @@ class JobLoop:
         delay = await self._write_status(job, raw, decision)
         for _, failure in await self._executor.run(job, decision.after, self._sidecars):
             raise failure
-        around.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
+        reconciler_context.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
         wake = soonest(decision.wake_after, delay, refusals.seconds_to_next_try(now))
-        return max(_LEAST_PAUSE, soonest(wake, around.config.resync_seconds) or 0.0)
+        return max(_LEAST_PAUSE, soonest(wake, reconciler_context.config.resync_seconds) or 0.0)
 
-    async def _tell_strange(self, error: Exception) -> None:
+    async def _report_invalid_job(self, error: Exception) -> None:
         """Reports, once per generation, a job that cannot be parsed, and leaves it alone until it changes.
         The API server's schema should have refused it, or it is too large for this process."""
         metadata = self._raw["metadata"]
         generation = int(metadata.get("generation") or 0)
-        if self._strange_at == generation:
+        if self._invalid_generation == generation:
             return
         named = "" if UNREADABLE in self._raw else f"{type(error).__name__}: "
         why = f"The job cannot be understood, and is left alone: {named}{error}"[:500]
@@ -299,38 +306,38 @@ class JobLoop:
         about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
         about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
         await self._object_events.warn(about, "NotUnderstood", why)
-        told = with_unreadable(self._raw.get("status") or {}, generation, why, self._around.clock())
+        told = with_unreadable(self._raw.get("status") or {}, generation, why, self._context.clock())
         patch = {
             "metadata": {"resourceVersion": metadata.get("resourceVersion"), "uid": metadata["uid"]},
             "status": without_credentials(told),
         }
         try:
-            await self._around.kube.patch(JOBS, *self.key, patch, subresource="status")
+            await self._context.kube.patch(JOBS, *self.key, patch, subresource="status")
         except ApiFailure as failure:
             if failure.not_found:
                 raise JobGone from failure
             if not failure.refused:
                 raise
             log.info("%s: its condition was not written: %s", self.named, failure)
-        self._strange_at = generation
+        self._invalid_generation = generation
 
-    async def _look_at_owner(self, job: JobView) -> None:
+    async def _read_owner_size(self, job: JobView) -> None:
         """Reads the number of workers that an attached job's owner has."""
-        now, pods = self._around.clock(), sum(not pod.terminal for pod in self._pods(job))
+        now, pods = self._context.clock(), sum(not pod.terminal for pod in self._pods(job))
         every = _OWNER_EVERY[pods == job.spec.workers and self._owner_size in (None, pods)]
-        read = self._around.owner_size if job.spec.attach is not None and not job.status.finished else None
+        read = self._context.owner_size if job.spec.attach is not None and not job.status.finished else None
         if read is not None and now - self._owner_read >= every:
             self._owner_read, self._owner_size = now, await read(job)
 
     async def _look_at_leases(self, job: JobView) -> None:
         """Reads the leases of nodes with a pod that the kubelet has not claimed for `_LATE` seconds."""
-        now, leases = self._around.clock(), self._around.leases
+        now, leases = self._context.clock(), self._context.leases
         late = {
             pod.node for pod in self._pods(job) if not pod.claimed and now - (pod.housed_since or now) > _LATE
         }
         self._kubelets = await leases.heard(filter(None, late), now) if late and leases is not None else {}
 
-    def _over(self, job: JobView) -> bool:
+    def _is_done(self, job: JobView) -> bool:
         """Returns whether the job needs nothing any more: finished and queued jobs may exist in hundreds."""
         told = job.status.condition(conditions.SUSPENDED)
         queued = job.spec.suspend and told is not None and told.status is True
@@ -341,59 +348,59 @@ class JobLoop:
     def _pods(self, job: JobView) -> Iterator[PodView]:
         """Yields the job's own pods, or only attached ones if it is attached: no job gets another's pods."""
         attached = job.spec.attach is not None
-        for pod in self._around.pods(job.namespace, job.identity):
+        for pod in self._context.pods(job.namespace, job.identity):
             if bool(pod.attached) is attached:
                 yield pod
 
     def _observe(self, job: JobView) -> Observation:
-        around = self._around
+        reconciler_context = self._context
         pods = tuple(self._pods(job))
-        credentials = self._belongings.credentials
+        credentials = self._owned_objects.credentials
         if credentials is not None and self._sidecars is None:
-            config = around.config
-            self._sidecars = around.sidecars(
+            config = reconciler_context.config
+            self._sidecars = reconciler_context.sidecars(
                 job.identity,
                 credentials,
                 self.wake,
                 poll_seconds=config.poll_seconds,
                 call_seconds=config.call_seconds,
-                clock=around.clock,
-                lines=around.lines,
+                clock=reconciler_context.clock,
+                lines=reconciler_context.lines,
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
-            self._followed = {**self._unseen(job, pods), **hosts}
+            self._followed = {**self._vanished_sidecars(job, pods), **hosts}
             heard = self._sidecars.reports  # includes the final reports of those that are dropped next
-            self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
+            self._sidecars.want_holdings(_holdings_matter(job, self._owned_objects.placement))
             self._sidecars.follow(self._followed)
         return Observation(
-            now=around.clock(),
+            now=reconciler_context.clock(),
             job=job,
             pods=tuple(pod for pod in pods if not pod.is_spare),
             spares=tuple(pod for pod in pods if pod.is_spare),
-            nodes=around.nodes(),
+            nodes=reconciler_context.nodes(),
             reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
-            placement=self._belongings.placement,
-            patience=around.config.patience,
-            unwelcome=find_unwelcome(around.places, job.namespace),
-            have_service=self._belongings.have_service,
-            have_credentials=self._belongings.have_secret,
-            knows_credentials=self._belongings.credentials is not None,
-            have_gang=self._belongings.have_gang,
-            gang_problem=self._belongings.gang_problem,
+            placement=self._owned_objects.placement,
+            patience=reconciler_context.config.patience,
+            unwelcome=find_unwelcome(reconciler_context.places, job.namespace),
+            have_service=self._owned_objects.have_service,
+            have_credentials=self._owned_objects.have_secret,
+            knows_credentials=self._owned_objects.credentials is not None,
+            have_gang=self._owned_objects.have_gang,
+            gang_problem=self._owned_objects.gang_problem,
             kubelets=self._kubelets,
             owner_size=self._owner_size,
             refused=self._refusals.known,
             names_taken=self._refusals.names_taken,
-            budget=self._belongings.budget,
-            budget_problem=self._belongings.budget_problem,
+            budget=self._owned_objects.budget,
+            budget_problem=self._owned_objects.budget_problem,
         )
 
-    def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
+    def _vanished_sidecars(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
         """Returns the polled sidecars of the attempt that have no pod object, as after a forced deletion.
         Until the next attempt is decided they may still train, and only their reports show how far."""
-        recovery, placement = job.status.recovery, self._belongings.placement
+        recovery, placement = job.status.recovery, self._owned_objects.placement
         if recovery is None or recovery.decided_at is not None or placement is None:
             return {}
         gone = {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
@@ -407,11 +414,11 @@ class JobLoop:
         old, new = raw.get("status") or {}, without_credentials(fit_status(decision.status)[1])
         if old == new:
             return None
-        now = self._around.clock()
+        now = self._context.clock()
         trains = new.get("phase") == "Running"  # others are written at once: final reports come only once
-        (self._around.training.add if trains else self._around.training.discard)(self.uid)
+        (self._context.training.add if trains else self._context.training.discard)(self.uid)
         if trains and _without_progress(old) == _without_progress(new):
-            pause = max(self._around.config.progress_seconds, len(self._around.training) / _PROGRESS_WRITES)
+            pause = max(self._context.config.progress_seconds, len(self._context.training) / _PROGRESS_WRITES)
             left = self._wrote_progress + pause - now
             if left > 0:
                 return left
@@ -420,12 +427,12 @@ class JobLoop:
             "status": merge_patch(old, new),
         }
         failpoint("before-status-write")
-        written = await self._around.kube.patch(JOBS, job.namespace, job.name, patch, subresource="status")
+        written = await self._context.kube.patch(JOBS, job.namespace, job.name, patch, subresource="status")
         failpoint("after-status-write")
         self._wrote_progress = now
         if version_in(written) >= version_in(self._raw):
             self._raw = copy_of_job(written)
-        self._around.metrics.status_written(job, decision.status)
+        self._context.metrics.status_written(job, decision.status)
         await self._events.post(job, decision.notices, now)
         return None
 
@@ -459,7 +466,7 @@ def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:
     return not settled or placement is None or bool(placement.leaving)
 
 
-def _ours(job: JobView) -> bool:
+def _is_managed(job: JobView) -> bool:
     """Returns whether this operator has anything to do for the job."""
     return not job.deleting and job.spec.managed_by == names.CONTROLLER
 

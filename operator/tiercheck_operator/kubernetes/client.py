@@ -22,7 +22,12 @@ from tiercheck_operator.kubernetes.api_server import (
     Object,
     ServerAccess,
 )
-from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
+from tiercheck_operator.kubernetes.object_reader import (
+    MOST_ANSWER,
+    cut_too_deep,
+    max_object_memory,
+    read_object,
+)
 from tiercheck_operator.model.parsing import UNREADABLE
 
 R = TypeVar("R")
@@ -89,7 +94,7 @@ class FencedServer(ApiServer):
     def request(self, method: str, path: str, body: object = None) -> Object:
         data = self.read(method, path, body)
         try:
-            return read_object(data, most_of(path)) if data else {}
+            return read_object(data, max_object_memory(path)) if data else {}
         except (TypeError, ValueError) as error:
             raise self._unreadable(error) from error
 
@@ -98,7 +103,7 @@ class FencedServer(ApiServer):
         data = self.read("GET", path, accept=METADATA_ONLY)
         try:
             # Cut first, because managedFields are as deep as the object.
-            page = _PAGE.decode(without_depth(data))
+            page = _PAGE.decode(cut_too_deep(data))
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._unreadable(error) from error
         return [each.metadata for each in page.items or ()], page.metadata.more

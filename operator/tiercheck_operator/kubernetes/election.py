@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.api_server import LEASES, ApiFailure, ApiServer
 from tiercheck_operator.kubernetes.owned_objects import belonging
-from tiercheck_operator.model.spelling import At, read_as
+from tiercheck_operator.model.serialization import At, from_api
 
 
 # As in client-go's leaderelection, a replica leads while it keeps renewing, and takes over from another one
@@ -112,7 +112,7 @@ class Candidate:
 
 def parse_lease(raw: Mapping[str, Any]) -> Record:
     """Parses a Lease; one with missing fields counts as not held."""
-    return read_as(Record, raw.get("spec") or {})
+    return from_api(Record, raw.get("spec") or {})
 
 
 def build_lease(
@@ -212,7 +212,7 @@ class Elector(threading.Thread):
         while not self._ending.is_set():
             try:
                 self.look()
-                self._tell()
+                self._notify_if_changed()
             except Exception:
                 # The next round retries after any error; until then the lead can only expire.
                 log.exception("a look at lease %s failed", self._lease)
@@ -280,7 +280,7 @@ class Elector(threading.Thread):
             log.info("%s leads; this replica waits", holder)
         self._holder = holder
 
-    def _tell(self) -> None:
+    def _notify_if_changed(self) -> None:
         leads = self.leads()
         if leads != self._led:
             self._led = leads

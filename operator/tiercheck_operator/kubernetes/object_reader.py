@@ -56,21 +56,21 @@ _PARTS = Decoder(dict[str, msgspec.Raw])
 _ITEMS = Decoder(list[msgspec.Raw])
 
 
-def most_of(path: str) -> int:
+def max_object_memory(path: str) -> int:
     """Returns the bytes of memory that an object from this API path may take."""
     if path.endswith("/customresourcedefinitions"):
         return _ANY  # administrators write them, and kopf ends without their group
     return _MOST_JOB if f"/{names.API_GROUP}/" in path else _MOST_OTHER
 
 
-def weigh(text: bytes) -> int:
+def estimate_memory(text: bytes) -> int:
     """Returns an upper bound of the bytes of memory that a JSON text takes once decoded."""
     values = text.count(b",") + text.count(b"{") + text.count(b"[")
     wide = not text.isascii() or b"\\u" in text
     return _VALUE_BYTES * values + len(text) * (4 if wide else 1)
 
 
-def without_depth(text: bytes) -> bytes:
+def cut_too_deep(text: bytes) -> bytes:
     """Returns the text with a mark in place of content that is too deep for decoders."""
     if not is_too_deep(text):
         return text
@@ -94,7 +94,7 @@ def read_object(text: bytes, most: int) -> dict[str, Any]:
 
     Returns its shell if it is too deep or weighs more than `most`. Raises ValueError for other JSON."""
     try:
-        return _read(without_depth(text), most)
+        return _read(cut_too_deep(text), most)
     except msgspec.MsgspecError as error:
         raise ValueError(f"no object: {error}") from error
 
@@ -102,7 +102,7 @@ def read_object(text: bytes, most: int) -> dict[str, Any]:
 def read_answer(text: bytes, most: int) -> dict[str, Any]:
     """Reads a list of objects, each as by `read_object`, or one object. Raises ValueError."""
     try:
-        text = without_depth(text)
+        text = cut_too_deep(text)
         parts = _PARTS.decode(text)
         if "items" not in parts:
             return _read(text, most)
@@ -118,7 +118,7 @@ def read_event(line: bytes, most: int) -> bytes:
 
     Errors and lines that are no event become the error (410) after which a watch lists again."""
     try:
-        parts = _PARTS.decode(without_depth(line))
+        parts = _PARTS.decode(cut_too_deep(line))
         kind = parse_json(bytes(parts["type"]))
         if kind == "BOOKMARK":
             return line
@@ -140,7 +140,7 @@ def _read(text: bytes, most: int) -> dict[str, Any]:
     if long:
         metadata["annotations"] = msgspec.Raw(msgspec.json.encode(annotations))
     rest = [*metadata.values(), *(part for key, part in parts.items() if key != "metadata")]
-    weight = sum(weigh(bytes(part)) for part in rest)
+    weight = sum(estimate_memory(bytes(part)) for part in rest)
     deep = most < _ANY and any(_CUT in bytes(part) for part in rest)
     if deep or weight > most:
         why = (
@@ -165,7 +165,7 @@ def _shell(parts: Mapping[str, msgspec.Raw], metadata: Mapping[str, msgspec.Raw]
     def small(table: Mapping[str, msgspec.Raw], key: str, most: int = _MOST_NAME) -> Any:
         text = bytes(table[key])
         with contextlib.suppress(ValueError):
-            return parse_json(text) if _CUT not in text and weigh(text) <= most else None
+            return parse_json(text) if _CUT not in text and estimate_memory(text) <= most else None
         return None
 
     kept = {key: small(metadata, key) for key in _KEPT_OF_SHELL if key in metadata}
@@ -242,11 +242,11 @@ class _Pages:
                 return response
             assert isinstance(response, _BoundedResponse)
             if request.url.query.get("watch") == "true":
-                response.content = _Lines(response.content, most_of(path))  # type: ignore[assignment]
+                response.content = _Lines(response.content, max_object_memory(path))  # type: ignore[assignment]
                 return response
             text = await _read_whole(response, MOST_PAGE if limit > 1 else MOST_ANSWER)
             if text is not None:
-                response.answer = await asyncio.to_thread(_read_or_fail, text, most_of(path))
+                response.answer = await asyncio.to_thread(_read_or_fail, text, max_object_memory(path))
                 if limit:
                     self._limits[path] = 2 * limit
                 return response

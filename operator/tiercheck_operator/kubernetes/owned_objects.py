@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Belongings:
+class OwnedObjects:
     """The objects of one job, read by `refresh`. Methods raise ApiFailure, except those for the budget."""
 
     def __init__(self, kube: Kube) -> None:

@@ -31,7 +31,7 @@ _REMEMBERED = 1000
 """The number of invalid objects that are remembered; with more, some are logged again."""
 
 
-class Strange:
+class ObjectParser:
     """Parses objects, and logs each invalid one once."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class Resync:
         grace: float,
     ) -> None:
         self._kube, self._kinds, self._namespaces, self._every = kube, kinds, namespaces, every
-        self._hearing = {kind: Hearing(kind, grace) for kind in kinds}
+        self._health = {kind: WatchHealth(kind, grace) for kind in kinds}
         self._compared: set[str] = set()
         self._due = asyncio.Event()
         self.seen_all = asyncio.Event()
@@ -256,16 +256,16 @@ class Resync:
     def complete(self) -> bool:
         """Returns whether everything in the last listings has been seen."""
         return self._compared == set(self._kinds) and all(
-            hearing.complete for hearing in self._hearing.values()
+            hearing.complete for hearing in self._health.values()
         )
 
     def troubles(self) -> list[str]:
         now = asyncio.get_running_loop().time()
-        return [hearing.trouble(now) for hearing in self._hearing.values()]
+        return [hearing.trouble(now) for hearing in self._health.values()]
 
     def heard(self, kind: str, uid: str, version: int, *, listed: bool) -> None:
         """Notes an object from the watch; `listed`: from a list, which does not show deletions."""
-        self._hearing[kind].heard(uid, version)
+        self._health[kind].heard(uid, version)
         self._look_whether_all_is_seen()
         if listed:
             self._due.set()
@@ -295,7 +295,7 @@ class Resync:
             self.seen_all.set()
 
     async def _compare(self, name: str) -> None:
-        kind, hearing = self._kinds[name], self._hearing[name]
+        kind, hearing = self._kinds[name], self._health[name]
         before = kind.known.uids()
         listed: dict[str, int] = {}
         for namespace in (self._namespaces if kind.resource.namespaced else ()) or (None,):
@@ -313,7 +313,7 @@ class Resync:
         self._compared.add(name)
 
 
-class Hearing:
+class WatchHealth:
     """Detects a stale watch by objects that only listings show. `grace`: seconds that it may lag."""
 
     def __init__(self, kind: str, grace: float) -> None:

@@ -25,9 +25,9 @@ from tiercheck_operator.manifests.pod_settings import (
     spare_ports,
     worker_ports,
 )
-from tiercheck_operator.manifests.resources import Resources, share_out
+from tiercheck_operator.manifests.resources import Resources, compute_resources
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
-from tiercheck_operator.model.spelling import parse_quantity
+from tiercheck_operator.model.serialization import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
@@ -100,7 +100,7 @@ def build_spare(
     return _build(job, name, labels, place, **kit)
 
 
-def unlike_a_pod(error: Exception) -> str:
+def type_mismatch_message(error: Exception) -> str:
     """Returns the message for `error`, caused by a template field of another type than a Pod's.
 
     The CRD's schema does not check most types."""
@@ -123,7 +123,7 @@ def _build(*arguments: Any, **kit: Any) -> dict[str, Any]:
     try:
         return _made(*arguments, **kit)
     except Exception as error:  # a field of another type than a Pod's may fail in any way
-        raise Unbuildable(unlike_a_pod(error)) from error
+        raise Unbuildable(type_mismatch_message(error)) from error
 
 
 def _made(
@@ -160,7 +160,9 @@ def _made(
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
     resolve_cluster_names(spec)
-    equip(job, worker, spec, names.TRAINER_CONTAINER, image, host_ports=ports, node_memory=node_memory)
+    inject_sidecar(
+        job, worker, spec, names.TRAINER_CONTAINER, image, host_ports=ports, node_memory=node_memory
+    )
     if place.avoid:
         _avoid(spec, sorted(place.avoid))
     if place.prefer:
@@ -170,7 +172,7 @@ def _made(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def equip(
+def inject_sidecar(
     job: JobView,
     worker: str,
     spec: dict[str, Any],
@@ -184,7 +186,7 @@ def equip(
 
     `trainer`: the container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod
     is in its node's network."""
-    shares = share_out(job.spec, spec)
+    shares = compute_resources(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
         spec["resources"] = shares.pod

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from tiercheck_operator.model.serialization import parse_amount, parse_quantity
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.model.spelling import parse_amount, parse_quantity
 
 OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, beside the memory volume that is charged to it."""
@@ -39,7 +39,7 @@ class ResourceShares:
     """The resources of the pod as a whole, ours included; None: the template has none."""
 
 
-def share_out(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
+def compute_resources(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
     """Computes the resources for a pod. `pod`: the user's PodSpec, without TierCheck's containers."""
     whole = pod.get("resources") or {}
     if whole.get("requests") or whole.get("limits"):

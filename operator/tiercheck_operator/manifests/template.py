@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
+from tiercheck_operator.manifests.pod import type_mismatch_message, unbuildable
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Finding
@@ -32,7 +32,7 @@ def refuse_pods(job: JobView) -> Finding | None:
                 or unbuildable(job)
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        wrong = "" if begun else unlike_a_pod(error)
+        wrong = "" if begun else type_mismatch_message(error)
     if wrong:
         return Finding(conditions.INVALID_TEMPLATE, wrong)
     wrong = "" if job.status.attempt else resources_problem(spec, pod) or interfaces_problem(spec)

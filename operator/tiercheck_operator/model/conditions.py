@@ -379,7 +379,7 @@ class Cause(str, Enum):
         return self in (Cause.GROWN, Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
 
     @property
-    def own_fault(self) -> bool:
+    def caused_by_training(self) -> bool:
         """Returns whether training caused it: without another rule, it counts against maxRestarts."""
         itself = (Cause.TRAINER_CRASH, Cause.STEP_SUSPECTED, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
         return self in (*itself, Cause.STORAGE_EXCEEDED)

@@ -15,8 +15,8 @@ from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE, Report, TrainerState
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.serialization import INTERNAL, As, At
 from tiercheck_operator.model.spec import JobSpec, queue_entries, read_spec
-from tiercheck_operator.model.spelling import OURS, As, At
 from tiercheck_operator.model.status import Condition, JobRecord, parse_record
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
@@ -84,9 +84,9 @@ class JobView:
     queue_annotations: Annotated[Mapping[str, str], At("metadata.annotations"), As(queue_entries)] = field(
         default_factory=dict
     )
-    sidecar_image: Annotated[str, OURS] = ""
+    sidecar_image: Annotated[str, INTERNAL] = ""
     """The image of the job's sidecars, see `replacing.choose_sidecar_image`; empty: not known yet."""
-    cluster: Annotated[str, OURS] = ""
+    cluster: Annotated[str, INTERNAL] = ""
     """UID of the cluster's namespace kube-system, for the job's pods; empty: not known (yet)."""
 
     @property
@@ -100,7 +100,7 @@ class JobView:
 class ContainerState(str, Enum):
     """The last state of a container that its kubelet reported; a dead kubelet leaves it as it was."""
 
-    UNBORN = "Unborn"
+    NOT_STARTED = "Unborn"
     """It has not run yet: its image is being pulled, or other containers run before it."""
     STARTING = "Starting"
     """It runs, and its startup probe has not passed."""
@@ -121,7 +121,7 @@ class ContainerView:
     exit_code: int | None = None
     memory_limit: str = ""
     """The memory limit as in the pod's spec; empty: none."""
-    state: ContainerState = ContainerState.UNBORN
+    state: ContainerState = ContainerState.NOT_STARTED
     back_off: float = 0.0
     """Seconds from the last end to the next start, as the kubelet reports; 0: it names none."""
     restartable: bool = True
@@ -241,7 +241,7 @@ class Refusal:
     """True if the status reports it: a brief problem is not reported."""
 
 
-class HostSign(str, Enum):
+class HostProbe(str, Enum):
     """The result of a connection to the address of a sidecar that does not answer."""
 
     NOTHING = "Nothing"
@@ -259,7 +259,7 @@ class WorkerReport:
     answered_at: float | None
     silent_since: float | None
     """The time of the first failed call since the last answer; None: the last call was answered."""
-    host: HostSign = HostSign.NOTHING
+    host: HostProbe = HostProbe.NOTHING
     """The sign of life from its host while it is silent."""
     failure: str = ""
     """The error of calls to it while it is silent, as a clause; empty: not known."""
@@ -357,7 +357,7 @@ class Observation:
         return {uid: report for uid, report in self.newest_reports.items() if report.attempt == attempt}
 
     @cached_property
-    def last_words(self) -> tuple[Report, ...]:
+    def all_attempt_reports(self) -> tuple[Report, ...]:
         """The current attempt's newest reports, lost pods' too, with the sidecars' own worker numbers."""
         found = (known.report for known in self.reports.values())
         return tuple(each for each in found if each is not None and each.attempt == self.job.status.attempt)

@@ -21,7 +21,7 @@ from tiercheck_operator.model.observed import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.model.spelling import read_as
+from tiercheck_operator.model.serialization import from_api
 from tiercheck_operator.model.status import parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -102,7 +102,7 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
     """Parses a job. Raises KeyError, TypeError or ValueError on what violates the CRD's schema."""
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
-    return read_as(JobView, raw)
+    return from_api(JobView, raw)
 
 
 def identity_of(raw: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     maker: Mapping[str, Any] = next((entry for entry in owners if entry.get("controller")), {})
     own = _group(maker) == names.API_GROUP
     attached = "" if own else str(annotations.get(names.ANNOTATION_ATTACHED) or "")
-    if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
+    if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _allowed_job_uids(maker, labels):
         return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
@@ -209,7 +209,7 @@ def _group(maker: Mapping[str, Any]) -> str:
     return str(maker.get("apiVersion") or "").partition("/")[0]
 
 
-def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any]:
+def _allowed_job_uids(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any]:
     """Returns the job UIDs that a pod of this controller may claim: its job's or attached workload's."""
     group = _group(maker)
     if not maker.get("uid") or (group == names.API_GROUP and maker.get("kind") != names.KIND):
@@ -276,7 +276,7 @@ def _container_state(status: Mapping[str, Any]) -> ContainerState:
     if "terminated" in state:
         return ContainerState.ENDED
     ran = status.get("restartCount") or "terminated" in (status.get("lastState") or {})
-    return ContainerState.HELD_BACK if ran else ContainerState.UNBORN
+    return ContainerState.HELD_BACK if ran else ContainerState.NOT_STARTED
 
 
 def _back_off(message: str) -> float:

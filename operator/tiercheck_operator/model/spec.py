@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
-from tiercheck_operator.model.spelling import OURS, As, At, parse_duration, parse_quantity, read_as
+from tiercheck_operator.model.serialization import INTERNAL, As, At, from_api, parse_duration, parse_quantity
 
 
 class RuleAction(str, Enum):
@@ -81,7 +81,7 @@ REMOTE_EVERY = 500
 
 def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
     """Reads `failurePolicy.hang`; None if hangs are not detected."""
-    return None if raw.get("mode") == "Off" else read_as(HangSpec, raw)
+    return None if raw.get("mode") == "Off" else from_api(HangSpec, raw)
 
 
 def read_health_check(raw: Mapping[str, Any]) -> HealthCheck:
@@ -209,7 +209,7 @@ class JobSpec:
     """Bytes of one rank's snapshot, as the user estimates them before the job starts."""
     kueue_topology: Annotated[str | None, At("topology.kueueTopology")] = None
     """Name of the Kueue Topology that defines the levels."""
-    topology_problem: Annotated[str, OURS] = ""
+    topology_problem: Annotated[str, INTERNAL] = ""
     """The reason why the Topology is not used, as a sentence; then the host is the only level."""
     rollback_after: Annotated[int | None, At("failurePolicy.rollbackAfterNonFinite")] = None
     """Refusals of the sanity gate in a row after which the job rolls back; None: it never does."""
@@ -231,7 +231,7 @@ class JobSpec:
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:
     """Parses `spec`. Raises KeyError, TypeError or ValueError on what violates the CRD's schema."""
-    spec = read_as(JobSpec, raw)
+    spec = from_api(JobSpec, raw)
     if spec.parity is not None:
         return replace(spec, copies=0)
     given = ((raw.get("tiers") or {}).get("peer") or {}).get("copies")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.model import conditions as kinds
-from tiercheck_operator.model.spelling import ALWAYS, As, At, read_as, spell
+from tiercheck_operator.model.serialization import ALWAYS, As, At, from_api, to_api
 
 
 def rfc3339(seconds: float) -> str:
@@ -227,7 +227,7 @@ class FailedStartRecord:
 
 
 _AS_BRANCHES = As(
-    lambda raw: History(tuple(read_as(Branch, entry) for entry in raw)), lambda known: spell(known.branches)
+    lambda raw: History(tuple(from_api(Branch, entry) for entry in raw)), lambda known: to_api(known.branches)
 )
 
 
@@ -283,7 +283,7 @@ class JobRecord:
         return self.holds(kinds.COMPLETED) or self.holds(kinds.FAILED)
 
     @property
-    def on_way_back(self) -> bool:
+    def is_restoring(self) -> bool:
         """Returns whether a recovery is under way and training is not released yet."""
         return self.recovery is not None and self.recovery.released_at is None
 
@@ -315,7 +315,7 @@ class JobRecord:
         return made if made and now and made != now else 0
 
 
-_TELLING = (
+_REASON_ORDER = (
     (kinds.FAILED, True),
     (kinds.COMPLETED, True),
     (kinds.SUSPENDED, True),
@@ -333,20 +333,20 @@ _TELLING = (
 
 def _reason(record: JobRecord) -> str:
     """Returns the reason column of `kubectl get`; empty: the job trains, and nothing is wrong."""
-    found = (record.condition(kind) for kind, status in _TELLING if record.holds(kind) is status)
+    found = (record.condition(kind) for kind, status in _REASON_ORDER if record.holds(kind) is status)
     return next((entry.reason for entry in found if entry is not None and entry.status is not None), "")
 
 
 def parse_record(raw: Mapping[str, Any]) -> JobRecord:
-    """Parses `status` from the API. Raises the errors of `read_as`."""
+    """Parses `status` from the API. Raises the errors of `from_api`."""
     if placement := raw.get("placement"):
         raw = {**raw, "placement": {"toleratesOnceComplete": placement.get("tolerates"), **placement}}
-    return read_as(JobRecord, raw)
+    return from_api(JobRecord, raw)
 
 
 def render_record(record: JobRecord) -> dict[str, Any]:
     """Renders `status` for the API: the record's fields, and derived ones for users."""
-    raw: dict[str, Any] = spell(record if record.restore_bytes else replace(record, restored_bytes=0))
+    raw: dict[str, Any] = to_api(record if record.restore_bytes else replace(record, restored_bytes=0))
     if reason := _reason(record):
         raw["reason"] = reason
     raw["restarts"]["total"] = record.crashes + record.disruptions

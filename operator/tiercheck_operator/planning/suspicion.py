@@ -35,7 +35,7 @@ _PACES = 5.0
 
 
 @dataclass(frozen=True)
-class Accusation:
+class UnreachableReport:
     """A pod's report that it cannot reach another pod."""
 
     pod: str
@@ -46,7 +46,7 @@ class Accusation:
 
 
 @dataclass(frozen=True)
-class Witness:
+class PodEvidence:
     """One running pod of the job, as the controller sees it."""
 
     pod: str
@@ -63,7 +63,7 @@ class Witness:
     """True if it is a member of the attempt, so that every step needs it."""
     failed: bool = False
     """True if its training command failed in this attempt."""
-    accuses: tuple[Accusation, ...] = ()
+    unreachable_peers: tuple[UnreachableReport, ...] = ()
     """The peers that it cannot reach, by its last report; counts only while it answers."""
 
 
@@ -98,7 +98,7 @@ class Suspicion:
 
     seconds: float
     """Seconds for which this has lasted."""
-    accusers: tuple[str, ...] = ()
+    reporters: tuple[str, ...] = ()
     """Pods that cannot reach it."""
     host_silent: bool = False
     """True if its host seems to be down or cut off, not only its sidecar."""
@@ -109,23 +109,23 @@ class Suspicion:
 _UNKNOWN = Training()
 
 
-def suspects(
-    witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN
+def find_suspected_pods(
+    pod_evidence: Sequence[PodEvidence], limits: Limits, training: Training = _UNKNOWN
 ) -> dict[str, Suspicion]:
     """Returns the pods to give up, with the reason; never all of them."""
-    answering = [witness for witness in witnesses if witness.silent is None]
+    answering = [witness for witness in pod_evidence if witness.silent is None]
     if not answering:
         return {}
     found = {}
     broken = any(witness.failed for witness in answering)
-    most = 2 * len(answering) < len(witnesses)
-    for witness in witnesses:
+    most = 2 * len(answering) < len(pod_evidence)
+    for witness in pod_evidence:
         if witness.silent is None:
             continue
         named = {
             other.pod: accusation
             for other in answering
-            for accusation in other.accuses
+            for accusation in other.unreachable_peers
             if accusation.pod == witness.pod and _counts(accusation, limits)
         }
         host_silent = not witness.host_answers and any(
@@ -138,7 +138,7 @@ def suspects(
         elif most:
             gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            asked = find_unconfirmed(witnesses, quiet, limits)
+            asked = find_unconfirmed(pod_evidence, quiet, limits)
             gone = quiet > limits.accused + (limits.together if asked else 0.0)
         elif broken or (named and training.waits):
             gone = quiet > limits.suspect
@@ -146,31 +146,34 @@ def suspects(
             gone = quiet > max(limits.suspect if named else limits.silent, _PACES * training.pace)
         if gone:
             found[witness.pod] = Suspicion(quiet, tuple(sorted(named)), host_silent)
-    return {**found, **_isolated(answering, witnesses, limits, training)}
+    return {**found, **_isolated(answering, pod_evidence, limits, training)}
 
 
-def seconds_quiet(witness: Witness, training: Training = _UNKNOWN) -> float:
+def seconds_quiet(witness: PodEvidence, training: Training = _UNKNOWN) -> float:
     """Returns the seconds for which nothing has shown that a pod is alive; 0: it answers."""
     return min(witness.silent or 0.0, training.stepped) if witness.takes_part else witness.silent or 0.0
 
 
-def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
+def find_unconfirmed(pod_evidence: Sequence[PodEvidence], quiet: float, limits: Limits) -> set[str]:
     """Returns pods that may fail too: no answer since the pod that is `quiet` was to be given up."""
     late = quiet - limits.accused
     return (
-        {other.pod for other in witnesses if other.silent is None and other.heard > late}
+        {other.pod for other in pod_evidence if other.silent is None and other.heard > late}
         if late > 0
         else set()
     )
 
 
-def _counts(accusation: Accusation, limits: Limits) -> bool:
+def _counts(accusation: UnreachableReport, limits: Limits) -> bool:
     """Returns False for a silence that may be a late answer: peers report every silence at once."""
     return accusation.seconds > limits.accused or not accusation.host_silent
 
 
 def _isolated(
-    answering: Sequence[Witness], witnesses: Collection[Witness], limits: Limits, training: Training
+    answering: Sequence[PodEvidence],
+    pod_evidence: Collection[PodEvidence],
+    limits: Limits,
+    training: Training,
 ) -> dict[str, Suspicion]:
     """Returns the answering pods of the one node that no other node can reach."""
     if training.stepped <= max(limits.isolated, _PACES * training.pace):
@@ -179,17 +182,17 @@ def _isolated(
     links = [
         (frozenset((witness.node, node_of[accusation.pod])), witness, accusation)
         for witness in answering
-        for accusation in witness.accuses
+        for accusation in witness.unreachable_peers
         if node_of.get(accusation.pod, witness.node) != witness.node and _counts(accusation, limits)
     ]
     explaining = frozenset.intersection(*(ends for ends, _, _ in links)) if links else frozenset()
     for node in sorted(explaining):
         lasting = [link for link in links if link[2].seconds > limits.isolated]
         others = frozenset[str]().union(*(ends for ends, _, _ in lasting)) - {node}
-        accusers = tuple(sorted({witness.pod for _, witness, _ in lasting if witness.node != node}))
+        reporters = tuple(sorted({witness.pod for _, witness, _ in lasting if witness.node != node}))
         inside = {pod for pod, home in node_of.items() if home == node}
-        if len(others) < 2 or not accusers or 2 * len(inside) >= len(witnesses):
+        if len(others) < 2 or not reporters or 2 * len(inside) >= len(pod_evidence):
             continue
         seconds = min(accusation.seconds for _, _, accusation in lasting)
-        return {pod: Suspicion(seconds, accusers, host_silent=True, answers=True) for pod in inside}
+        return {pod: Suspicion(seconds, reporters, host_silent=True, answers=True) for pod in inside}
     return {}

@@ -28,7 +28,7 @@ from functools import partial
 
 from aiohttp import web
 
-from tiercheck.connections import Arrivals, Strangers, hang_up
+from tiercheck.connections import ConnectionAcceptor, UnauthenticatedClients, hang_up
 from tiercheck.protocol import signing
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
@@ -39,18 +39,18 @@ from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import is_signed
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleRefused
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.report_updates import TierAnswer, heartbeat
 from tiercheck_sidecar.versions.tier_line import PROTOCOL, Messages, framed
-from tiercheck_sidecar.versions.words import TierAnswer, heartbeat
 
 PATIENCE = 10.0
 """Seconds from the connection to an authenticated request."""
 
 
-class GuardedPort(Arrivals[web.AppRunner]):
+class GuardedPort(ConnectionAcceptor[web.AppRunner]):
     """Limits the time and number of connections until a request on them is authenticated."""
 
     def __init__(
-        self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None
+        self, app: web.Application, strangers: UnauthenticatedClients, context: ssl.SSLContext | None = None
     ) -> None:
         """`context`: None for plain HTTP."""
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
@@ -93,14 +93,14 @@ _WRITTEN_WITHIN = 3.0
 """Seconds to wait until the event loop has sent all messages."""
 
 
-class TierPort:
+class CoordinatorServer:
     """Serves the sidecars' connections to the coordinator, in one event loop. Any thread may `deliver`."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._loop: asyncio.AbstractEventLoop | None = None
         # Behind some networks all have one address.
-        self._room = Strangers(lambda: coordinator.most_callers, per_address=sys.maxsize)
+        self._room = UnauthenticatedClients(lambda: coordinator.most_callers, per_address=sys.maxsize)
         self._lines: set[_Line] = set()
         self._is_looking = False
         coordinator.deliver = self.deliver
@@ -170,7 +170,7 @@ def silence(workers: int) -> float:
 
 
 class LineCaller(Caller):
-    """A caller with a connection of `TierPort`."""
+    """A caller with a connection of `CoordinatorServer`."""
 
     line: _Line
 

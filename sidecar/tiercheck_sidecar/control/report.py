@@ -53,7 +53,7 @@ def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
     return known_secrets(env, folder / "token")
 
 
-class Discretion:
+class ReportRedactor:
     """Removes credentials from reports. Not thread-safe."""
 
     def __init__(self, known: frozenset[str]) -> None:
@@ -100,7 +100,7 @@ class Reporter:
         self._told: dict[int, tuple[Seal, Holding]] = {}
         self._held = 1
         """A counter of the changes of `_told`."""
-        self._discretion = Discretion(own_credentials() | {state.config.token})
+        self._discretion = ReportRedactor(own_credentials() | {state.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Returns whether holders lack anything.
         Not reported while training runs, because they always lack the newest then."""

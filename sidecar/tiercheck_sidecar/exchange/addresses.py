@@ -123,7 +123,7 @@ def own_addresses() -> tuple[OwnAddress, ...]:
     return tuple(found)
 
 
-LEFT_ALONE = 30.0
+RETRY_AFTER = 30.0
 """Seconds until an address that did not answer is tried again."""
 
 
@@ -158,24 +158,24 @@ class PeerAddresses:
         self._lock = threading.Lock()
         self.own: tuple[NamedAddress, ...] = ()
         """The addresses beside its pod's at which this sidecar listens."""
-        self._told: dict[Peer, tuple[NamedAddress, ...]] = {}
+        self._reported: dict[Peer, tuple[NamedAddress, ...]] = {}
         self._failed: dict[PeerRoute, float] = {}
         self._turns: Counter[Peer] = Counter()
         self._used: dict[PeerRoute, weakref.WeakSet[object]] = {}
         """The open connections of each route."""
 
-    def hear(self, peer: Peer, addresses: tuple[NamedAddress, ...]) -> bool:
+    def record(self, peer: Peer, addresses: tuple[NamedAddress, ...]) -> bool:
         """Records the addresses that an authenticated peer reported. Returns whether they changed."""
         with self._lock:
-            news = self._told.get(peer, ()) != addresses
-            self._told[peer] = addresses
+            news = self._reported.get(peer, ()) != addresses
+            self._reported[peer] = addresses
             return news
 
     @property
     def hosts(self) -> frozenset[str]:
         """Returns all addresses that peers have reported."""
         with self._lock:
-            return frozenset(each.host for told in self._told.values() for each in told)
+            return frozenset(each.host for told in self._reported.values() for each in told)
 
     def routes(self, peer: Peer) -> tuple[PeerRoute, ...]:
         """Returns routes to try in order before the pod's address: least loaded first, equals in rotation."""
@@ -183,7 +183,7 @@ class PeerAddresses:
             now = self._clock()
             routes = [
                 route
-                for route in pair(self.own, self._told.get(peer, ()))
+                for route in pair(self.own, self._reported.get(peer, ()))
                 if self._failed.get(route, now) <= now
             ]
             if not routes:
@@ -196,7 +196,7 @@ class PeerAddresses:
         """Records that no peer, or another one, answers there. Returns whether that is a new failure."""
         with self._lock:
             news = route not in self._failed
-            self._failed[route] = self._clock() + LEFT_ALONE
+            self._failed[route] = self._clock() + RETRY_AFTER
             return news
 
     def answered(self, route: PeerRoute, connection: object) -> None:

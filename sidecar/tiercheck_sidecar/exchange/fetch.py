@@ -21,12 +21,25 @@ from functools import partial
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
-from tiercheck_sidecar.artifact_source import SourceCorrupt, SourceFailed, SourceGone, TriedInVain
+from tiercheck_sidecar.artifact_source import FetchFailed, SourceCorrupt, SourceFailed, SourceGone
 from tiercheck_sidecar.digest import chunk_view
-from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import (
+    Altered,
+    ListedArtifact,
+    PeerRequest,
+    PeerResponse,
+    Wire,
+    WireBroken,
+)
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.session import Chunks
-from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, ask_ahead, receive_header, stream_count
+from tiercheck_sidecar.exchange.streams import (
+    OVERDUE,
+    ChunkScheduler,
+    ask_ahead,
+    receive_header,
+    stream_count,
+)
 from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
 
@@ -71,8 +84,8 @@ def open_copy(artifact: Artifact, dial: Dial, *, bare: bool = False, share: Shar
     with failing_as_source():
         wire = dial.connect()
         try:
-            wire.send(Ask.about("read", artifact, bare=bare, share=share))
-            said = wire.receive(Say)
+            wire.send(PeerRequest.about("read", artifact, bare=bare, share=share))
+            said = wire.receive(PeerResponse)
             if said.state != "found" or said.digests is None:
                 raise SourceGone(said.message or "it has no such artifact")
             if not is_well_described(said.digests, said.tags):
@@ -95,20 +108,20 @@ def holdings(dial: Dial, rank: int = -1, share: Share | None = None) -> tuple[Li
 
 def list_held(wire: Wire, rank: int, share: Share | None = None) -> tuple[ListedArtifact, ...]:
     """Does the same as `holdings`, on an open connection. Raises WireBroken."""
-    wire.send(Ask("list", rank, share=share))
-    return wire.receive(Say).listed
+    wire.send(PeerRequest("list", rank, share=share))
+    return wire.receive(PeerResponse).listed
 
 
-def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> Say:
+def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> PeerResponse:
     """Reports damaged chunks to a holder, and returns its answer once it has reread its copy.
 
     The answer's state is "ok" if the copy is good. Raises SourceFailed."""
     with failing_as_source(), contextlib.closing(dial.connect()) as wire:
-        wire.send(Ask.about("corrupt", artifact, share=share))
-        return wire.receive(Say)
+        wire.send(PeerRequest.about("corrupt", artifact, share=share))
+        return wire.receive(PeerResponse)
 
 
-class ChunkCollection:
+class MultiSourceFetch:
     """Collects the chunks of an artifact from several holders. Raises NoFreeSlot, OSError.
 
     After `run`, `reasons` and `bad` describe what went wrong; `workers` delivered chunks."""
@@ -119,11 +132,11 @@ class ChunkCollection:
         self.bad: list[Quarantined] = []
         self._openings = openings
         self._changed = threading.Condition()
-        self._gathering = Gathering(len(seal.digests.values), [each.dial.worker for each in openings])
+        self._gathering = ChunkScheduler(len(seal.digests.values), [each.dial.worker for each in openings])
         self._streams: Counter[int] = Counter()
         self._wires: set[Wire] = set()
         self._brought: set[int] = set()
-        self._doubted: set[int] = set()
+        self._altered_sources: set[int] = set()
         """Workers that sent bare chunks which were not what was sealed."""
         self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
@@ -165,7 +178,7 @@ class ChunkCollection:
                     return
                 except Altered as error:
                     brought, reason, bare = int(bare), str(error), False
-                    self._doubted.add(dial.worker)
+                    self._altered_sources.add(dial.worker)
                 except WireBroken as error:
                     reason = str(error)
                 opening = None
@@ -269,7 +282,7 @@ class ChunkCollection:
         for opening in self._openings:
             worker = opening.dial.worker
             damaged = self._gathering.brought_damaged(worker)
-            if not damaged and worker not in self._doubted:
+            if not damaged and worker not in self._altered_sources:
                 continue
             word = ""
             with contextlib.suppress(SourceFailed):
@@ -296,7 +309,7 @@ class Fetched:
 
 
 def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
-    """Copies and seals `artifact`. Raises TriedInVain, NoFreeSlot, NotASlot, OSError, keeping no slot."""
+    """Copies and seals `artifact`. Raises FetchFailed, NoFreeSlot, NotASlot, OSError, keeping no slot."""
     reasons: list[str] = []
     bad: list[Quarantined] = []
     with contextlib.ExitStack() as stack:
@@ -307,13 +320,13 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
         for seal in sorted(
             groups, key=lambda each: -len(groups[each])
         ):  # most holders first; they should all agree
-            collection = ChunkCollection(vault, seal, groups[seal])
+            collection = MultiSourceFetch(vault, seal, groups[seal])
             done = collection.run()
             reasons.extend(collection.reasons)
             bad.extend(collection.bad)
             if done:
                 return Fetched(seal, collection.workers, tuple(bad))
-    raise TriedInVain(reasons, bad)
+    raise FetchFailed(reasons, bad)
 
 
 def _open_all(

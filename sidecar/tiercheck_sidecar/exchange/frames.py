@@ -32,7 +32,7 @@ IO_TIMEOUT = GIVEN_UP
 """Seconds without any progress after which a connection counts as broken."""
 IDLE_TIMEOUT = 600.0
 """Seconds that a connection may lie idle between two artifacts."""
-LONGEST_STRANGER = 16 * 1024
+LONGEST_UNAUTHENTICATED = 16 * 1024
 """Bytes. The limit for a message from a peer that is not authenticated yet."""
 LONGEST = 64 * 1024 * 1024
 END = 0xFFFFFFFF
@@ -65,7 +65,7 @@ class Altered(WireBroken):
 
 
 @dataclass(frozen=True)
-class Ask:
+class PeerRequest:
     """A request of the client. `op` is one of:
 
     - "offer": keep this artifact.
@@ -98,9 +98,9 @@ class Ask:
     share: Share | None = None
 
     @staticmethod
-    def about(op: str, artifact: Artifact, **more: Any) -> Ask:
+    def about(op: str, artifact: Artifact, **more: Any) -> PeerRequest:
         """Returns a request about `artifact`."""
-        return Ask(op, artifact.rank, artifact.version, kind=artifact.kind, **more)
+        return PeerRequest(op, artifact.rank, artifact.version, kind=artifact.kind, **more)
 
     @property
     def artifact(self) -> Artifact:
@@ -119,7 +119,7 @@ class ListedArtifact:
 
 
 @dataclass(frozen=True)
-class Say:
+class PeerResponse:
     """An answer. `state` is one of:
 
     "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again", "bad", "status", "in"
@@ -153,7 +153,7 @@ class Say:
     """Artifacts of the client that are wholly in blocks which still wait for other members."""
 
 
-def _nobody(_: object) -> None:
+def _ignore(_: object) -> None:
     """Does nothing."""
 
 
@@ -168,7 +168,7 @@ class Wire:
         """True if the other end offers UCX."""
         self.sent = 0
         """Bytes of chunks that were sent, whether or not they arrived."""
-        self.heard: Callable[[int], None] = _nobody
+        self.on_received: Callable[[int], None] = _ignore
         """A callback that gets the size of each received piece of a chunk; its exceptions end receiving."""
         self._deadline = float("inf")
         self._out: Direction | None = None
@@ -215,7 +215,7 @@ class Wire:
         channel.patience(self._seconds)
         self._channel = channel
 
-    def hurry(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """Sets a deadline in `seconds` for all further receiving, however steadily data arrives."""
         self._deadline = time.monotonic() + seconds
 
@@ -318,7 +318,7 @@ class Wire:
         bare = sealed if self._bare else None
         if self._bare and (bare is None or len(view) < self._left):
             raise WireBroken("the chunk came bare, and nothing is known to check it with")
-        self._fill(view, bare.update if bare is not None else _nobody)
+        self._fill(view, bare.update if bare is not None else _ignore)
         if bare is None:
             self._chunk.work(view)
         self._left -= len(view)
@@ -326,7 +326,7 @@ class Wire:
             raise Altered("the bytes are not those that were sealed")
         if bare is None and self._left == 0:
             self._check(self._chunk)
-        self.heard(len(view))
+        self.on_received(len(view))
         return bare is not None
 
     def _send_bare(self, file: int, offset: int, size: int) -> None:
@@ -366,7 +366,7 @@ class Wire:
         except Forged as error:
             raise WireBroken(str(error)) from error
 
-    def _fill(self, view: memoryview, check: Callable[[memoryview], None] = _nobody) -> None:
+    def _fill(self, view: memoryview, check: Callable[[memoryview], None] = _ignore) -> None:
         """Fills `view`. `check` gets what each call received, while it is in the core's own cache.
 
         Receiving less per call costs more than it saves."""

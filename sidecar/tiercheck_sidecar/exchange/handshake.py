@@ -28,9 +28,9 @@ from tiercheck_sidecar.exchange.addresses import PeerAddresses
 from tiercheck_sidecar.exchange.channel import UcxChannel, directions
 from tiercheck_sidecar.exchange.frames import (
     IO_TIMEOUT,
-    LONGEST_STRANGER,
-    Ask,
-    Say,
+    LONGEST_UNAUTHENTICATED,
+    PeerRequest,
+    PeerResponse,
     Wire,
     WireBroken,
     wire_error,
@@ -129,7 +129,7 @@ def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
 def _dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> tuple[Wire, bool]:
     """Connects; also returns whether the peer's addresses are new. Raises WireBroken, PeerRefused."""
     wire, said = _meet(identity, attempt, peer, endpoint(peer.host, port), identity.host)
-    return wire, identity.addresses.hear(peer, said.addresses)
+    return wire, identity.addresses.record(peer, said.addresses)
 
 
 def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire | None:
@@ -152,14 +152,14 @@ def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wir
                 )
             continue
         book.answered(route, wire)
-        book.hear(peer, said.addresses)
+        book.record(peer, said.addresses)
         return wire
     return None
 
 
 def _meet(
     identity: Identity, attempt: int, peer: Peer, target: tuple[str, int], source: str
-) -> tuple[Wire, Say]:
+) -> tuple[Wire, PeerResponse]:
     """Returns a connection to `target`, and its last answer. Raises WireBroken, PeerRefused."""
     host = target[0]
     try:
@@ -172,7 +172,7 @@ def _meet(
             identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts()
         )
         wire.send(claim)
-        challenge = wire.receive(Challenge, LONGEST_STRANGER)
+        challenge = wire.receive(Challenge, LONGEST_UNAUTHENTICATED)
         if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
             raise PeerRefused(
                 f"{host} does not know this job's token, or was meant to be reached at another address"
@@ -189,7 +189,7 @@ def _meet(
             identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted
         )
         wire.protect(out, into, identity.tagger)
-        said = wire.receive(Say, LONGEST_STRANGER)
+        said = wire.receive(PeerResponse, LONGEST_UNAUTHENTICATED)
         if said.state != "ok":
             raise PeerRefused(f"{host}: {said.message}", SignedAttempt(said.attempt, said.signature))
         wire.patience(IO_TIMEOUT)
@@ -213,8 +213,8 @@ def ask_for_ucx(wire: Wire) -> None:
     except OSError as error:
         log.warning("TCP carries copies, not UCX: %s", error)
         return
-    wire.send(Ask("ucx", address=channel.address))
-    said = wire.receive(Say)
+    wire.send(PeerRequest("ucx", address=channel.address))
+    said = wire.receive(PeerResponse)
     if said.state != "ok":
         log.warning("TCP carries copies, not UCX: %s", said.message)
         return
@@ -231,9 +231,9 @@ def answer_ucx(wire: Wire, address: str) -> None:
         channel = UcxChannel(wire.channel)
         channel.meet(address)
     except OSError as error:
-        wire.send(Say("refused", str(error)))
+        wire.send(PeerResponse("refused", str(error)))
         return
-    wire.send(Say("ok", address=channel.address))
+    wire.send(PeerResponse("ok", address=channel.address))
     wire.move(channel)
 
 
@@ -250,27 +250,27 @@ def admit(
     this sidecar follows, and the `newest` that it knows.
     """
     wire.patience(CONNECT_TIMEOUT)
-    wire.hurry(CONNECT_TIMEOUT)
-    claim = wire.receive(CallerClaim, LONGEST_STRANGER)
+    wire.set_deadline(CONNECT_TIMEOUT)
+    claim = wire.receive(CallerClaim, LONGEST_UNAUTHENTICATED)
     follows = attempt()  # read first: a worker's new number is set before the attempt
     encrypted = claim.encrypted or identity.encrypts()
     blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
     wire.send(dataclasses.replace(blank, proof=proof))
-    given = wire.receive(CallerProof, LONGEST_STRANGER).proof
+    given = wire.receive(CallerProof, LONGEST_UNAUTHENTICATED).proof
     if not _same(given, _proof(identity.token, "client", claim, blank, wire.near_end)):
         raise PeerRefused("the caller does not know this job's token, or meant another address")
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
     wire.protect(out, into, identity.tagger)
     reason = objection(claim)
-    said = Say("refused" if reason else "ok", reason, **newest()._asdict())
+    said = PeerResponse("refused" if reason else "ok", reason, **newest()._asdict())
     if not reason:
         said = dataclasses.replace(said, addresses=identity.addresses.own, ucx=identity.ucx())
     wire.send(said)
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)
-    wire.hurry(float("inf"))
+    wire.set_deadline(float("inf"))
     return claim
 
 

@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tiercheck.connections import Guest, Strangers, hang_up
+from tiercheck.connections import UnauthenticatedClient, UnauthenticatedClients, hang_up
 from tiercheck.protocol.directive import Peer
-from tiercheck.protocol.report import SPARE, Break
+from tiercheck.protocol.report import SPARE, ConnectionFailure
 from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
 from tiercheck_sidecar.exchange.channel import why_no_ucx
-from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, PeerSilent, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit, dial_pod
-from tiercheck_sidecar.exchange.session import Inbox, Language, Session
+from tiercheck_sidecar.exchange.session import HandlerFactory, Inbox, Session
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import named_addresses, neighbours
 from tiercheck_sidecar.supervision import incoming
@@ -135,7 +135,7 @@ class Listeners:
                 except OSError as error:
                     failures.append(f"{host} cannot be listened at: {error.strerror or error}")
             open_now = tuple(each for each in chosen.addresses if each.host in self._listeners)
-        self._tell(open_now)
+        self._publish(open_now)
         if not failures:
             return ""
         there = ", ".join(f"{each.interface} ({each.host})" for each in own)
@@ -144,7 +144,7 @@ class Listeners:
             "spec.tiers.peer.interfaces and the template's annotation k8s.v1.cni.cncf.io/networks"
         )
 
-    def _tell(self, addresses: tuple[NamedAddress, ...]) -> None:
+    def _publish(self, addresses: tuple[NamedAddress, ...]) -> None:
         if addresses != self._identity.addresses.own:
             self._identity.addresses.own = addresses
             log.info("the exchange also listens at: %s", ", ".join(each.host for each in addresses))
@@ -170,13 +170,13 @@ class ExchangeServer:
     ) -> None:
         self._state, self._vault, self._identity = state, vault, identity
         self._listeners = Listeners(state, identity, port, self._meet, own)
-        self._strangers = Strangers(
+        self._strangers = UnauthenticatedClients(
             lambda: _MOST_STRANGERS, lambda: named_addresses(state.directive) | identity.addresses.hosts
         )
         # A client with the token may claim any worker's number, but only from its own addresses.
-        self._known = Strangers(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
+        self._known = UnauthenticatedClients(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
         self.inbox = Inbox(vault)
-        self.language: Language = lambda wire, claim: {}
+        self.extra_handlers: HandlerFactory = lambda wire, claim: {}
         """The handlers of further messages."""
 
     def start(self) -> None:
@@ -197,7 +197,7 @@ class ExchangeServer:
         serve = partial(self._serve, connection, guest)
         self._state.threads.serve("exchange", connection, serve, leave)
 
-    def _serve(self, connection: socket.socket, guest: Guest) -> None:
+    def _serve(self, connection: socket.socket, guest: UnauthenticatedClient) -> None:
         try:
             with contextlib.closing(connection):
                 try:
@@ -215,7 +215,9 @@ class ExchangeServer:
                 known = self._known.enter(guest.address, guest.cut)
                 try:
                     with contextlib.closing(wire):
-                        Session(self._state, self._vault, self.inbox, wire, claim, more=self.language).serve()
+                        Session(
+                            self._state, self._vault, self.inbox, wire, claim, more=self.extra_handlers
+                        ).serve()
                 finally:
                     self._known.leave(known)
         except PeerRefused as error:
@@ -289,28 +291,28 @@ class HeartbeatSender:
                 with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
                     wire.patience(ANSWER)
                     while not self._is_over(begun):
-                        wire.send(Ask("pulse"))
+                        wire.send(PeerRequest("pulse"))
                         if not wire.channel.wait_readable(LATE):
-                            watch.doubt(peer)
-                        said = wire.receive(Say)
+                            watch.suspect(peer)
+                        said = wire.receive(PeerResponse)
                         connected = True
                         watch.answered(peer)
                         self._state.learn(SignedAttempt(said.attempt, said.signature))
                         self._pause(peer)
             except PeerRefused as error:
                 if error.attempt is None:
-                    watch.broken(peer, Break.REFUSED)  # another pod has its address
+                    watch.broken(peer, ConnectionFailure.REFUSED)  # another pod has its address
                 else:
                     watch.answered(peer)
                     self._state.learn(error.attempt)
             except PeerSilent:
-                watch.broken(peer, Break.SILENT)
+                watch.broken(peer, ConnectionFailure.SILENT)
             except WireBroken:
                 if connected:
                     continue  # it may have restarted: try again at once
-                watch.broken(peer, Break.REFUSED)
+                watch.broken(peer, ConnectionFailure.REFUSED)
             except BaseException:
-                watch.broken(peer, Break.REFUSED)  # an unexpected error is no answer either
+                watch.broken(peer, ConnectionFailure.REFUSED)  # an unexpected error is no answer either
                 raise
             self._pause(peer)
 

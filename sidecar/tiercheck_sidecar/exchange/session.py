@@ -27,9 +27,9 @@ from tiercheck_sidecar.exchange.frames import (
     IDLE_TIMEOUT,
     IO_TIMEOUT,
     Altered,
-    Ask,
     ListedArtifact,
-    Say,
+    PeerRequest,
+    PeerResponse,
     Wire,
     WireBroken,
 )
@@ -43,22 +43,24 @@ LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender; less if another artifact needs its slot."""
 
 
-def refuse_offer(fence: Fence, directive: Directive | None, claim: CallerClaim, ask: Ask) -> Say | None:
+def refuse_offer(
+    fence: Fence, directive: Directive | None, claim: CallerClaim, ask: PeerRequest
+) -> PeerResponse | None:
     """Returns the answer to an offer that is not accepted; None if there is no objection here.
 
     "busy": it may be offered again later; "refused": it may not."""
     early = fence.refuse_future(claim.attempt, directive)
     if early or directive is None:
-        return Say("busy", early)
+        return PeerResponse("busy", early)
     late = fence.refuse_past(claim.attempt, directive)
     if late:
-        return Say("refused", late)
+        return PeerResponse("refused", late)
     if ask.version is None or ask.rank < 0 or not is_well_described(ask.digests, ask.tags):
-        return Say("refused", "the offer is malformed")
+        return PeerResponse("refused", "the offer is malformed")
     if ask.rank // directive.procs_per_worker != claim.worker:
-        return Say("refused", f"rank {ask.rank} is not of worker {claim.worker}")
+        return PeerResponse("refused", f"rank {ask.rank} is not of worker {claim.worker}")
     if not directive.history.accepts(ask.version):
-        return Say("refused", f"{ask.version} is not of the accepted history")
+        return PeerResponse("refused", f"{ask.version} is not of the accepted history")
     return None
 
 
@@ -115,7 +117,7 @@ class Transfer:
         with self._quiet:
             return 0.0 if self._wires else self._clock() - self._touched
 
-    def begin_again(self, seal: Seal) -> None:
+    def restart(self, seal: Seal) -> None:
         """Ends all streams after their sender has offered the same bytes again, perhaps with tags.
 
         The new name prevents earlier streams from joining late and occupying a chunk."""
@@ -177,7 +179,7 @@ class Inbox:
         for transfer in self.of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
             if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):
                 self._forget(transfer)
-                transfer.begin_again(seal)
+                transfer.restart(seal)
                 return self._enter(transfer)
             self.release(transfer)
         try:
@@ -280,9 +282,9 @@ class Chunks:
                     damaged.append(index)
 
 
-Handlers = Mapping[str, Callable[[Ask], Say | None]]
+Handlers = Mapping[str, Callable[[PeerRequest], PeerResponse | None]]
 """Handlers by `op`, which return the answer, or None if it was sent. They raise WireBroken, OSError."""
-Language = Callable[[Wire, CallerClaim], Handlers]
+HandlerFactory = Callable[[Wire, CallerClaim], Handlers]
 """A function that returns handlers of further messages for an authenticated connection."""
 
 
@@ -297,7 +299,7 @@ class Session:
         wire: Wire,
         claim: CallerClaim,
         *,
-        more: Language = lambda wire, claim: {},
+        more: HandlerFactory = lambda wire, claim: {},
     ) -> None:
         self._state, self._vault, self._inbox = state, vault, inbox
         self._wire, self._claim = wire, claim
@@ -307,7 +309,7 @@ class Session:
             "offer": self._offer,
             "commit": self._commit,
             "corrupt": self._corrupt,
-            "pulse": lambda ask: Say("ok", **state.newest_attempt._asdict()),
+            "pulse": lambda ask: PeerResponse("ok", **state.newest_attempt._asdict()),
             "list": self._list,
             "ucx": lambda ask: answer_ucx(wire, ask.address),
             **more(wire, claim),
@@ -317,7 +319,7 @@ class Session:
         """Answers requests until the client disconnects or this sidecar ends. Raises WireBroken, OSError."""
         while not self._state.stopping:
             self._wire.patience(IDLE_TIMEOUT)
-            ask = self._wire.receive(Ask)
+            ask = self._wire.receive(PeerRequest)
             self._wire.patience(IO_TIMEOUT)
             handle = self._handlers.get(ask.op)
             if handle is None:
@@ -330,7 +332,7 @@ class Session:
 
     # Receiving a copy
 
-    def _offer(self, ask: Ask) -> Say:
+    def _offer(self, ask: PeerRequest) -> PeerResponse:
         directive, worker = self._state.directive, self._claim.worker
         unwanted = refuse_offer(self._state.fence, directive, self._claim, ask)
         if unwanted is not None:
@@ -339,42 +341,42 @@ class Session:
         assert ask.version is not None
         assert ask.digests is not None
         if worker not in {peer.worker for peer in directive.hosted}:
-            return Say("refused", f"this worker does not keep copies for worker {worker}")
+            return PeerResponse("refused", f"this worker does not keep copies for worker {worker}")
         seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind, tags=ask.tags)
         if self._vault.find(ask.artifact, Tier.PEER) == seal:
-            return Say("have")
+            return PeerResponse("have")
         try:
             transfer = self._inbox.open(self._claim, seal)
         except (NoFreeSlot, OSError) as error:
-            return Say("busy", str(error))
-        return Say("send", transfer=transfer.name, missing=transfer.missing())
+            return PeerResponse("busy", str(error))
+        return PeerResponse("send", transfer=transfer.name, missing=transfer.missing())
 
-    def _join(self, ask: Ask) -> Say:
+    def _join(self, ask: PeerRequest) -> PeerResponse:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
         if transfer is None:
             raise WireBroken("no such transfer")
-        return Say("ok", damaged=transfer.receive(self._wire))
+        return PeerResponse("ok", damaged=transfer.receive(self._wire))
 
-    def _commit(self, ask: Ask) -> Say:
+    def _commit(self, ask: PeerRequest) -> PeerResponse:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
         if transfer is None:
-            return Say("refused", "nothing was offered, or it was waited for in vain")
+            return PeerResponse("refused", "nothing was offered, or it was waited for in vain")
         missing = transfer.missing()
         if missing:
-            return Say("again", f"{len(missing)} chunks are missing")
+            return PeerResponse("again", f"{len(missing)} chunks are missing")
         other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
         if other:
-            return Say("refused", other)
+            return PeerResponse("refused", other)
         try:
             self._inbox.keep(transfer)
         except (NotASlot, OSError) as error:
-            return Say("refused", str(error))
+            return PeerResponse("refused", str(error))
         failpoint("before-ack")
-        return Say("ok")
+        return PeerResponse("ok")
 
     # Reading what is held
 
-    def _list(self, ask: Ask) -> Say:
+    def _list(self, ask: PeerRequest) -> PeerResponse:
         listed = set()
         for seal in self._vault.held():
             if ask.share is None and seal.share is None and seal.rank == ask.rank:
@@ -384,9 +386,9 @@ class Session:
                     ListedArtifact(Artifact(rank, seal.version, seal.kind), digests.size)
                     for rank, digests in zip(seal.share.ranks, seal.members, strict=True)
                 }
-        return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
+        return PeerResponse("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
 
-    def _read(self, ask: Ask) -> Say | None:
+    def _read(self, ask: PeerRequest) -> PeerResponse | None:
         artifact, wire = ask.artifact, self._wire
         try:
             with self._vault.pin(artifact, share=ask.share) as slot:
@@ -394,7 +396,7 @@ class Session:
                 assert seal is not None
                 digests, bare = seal.digests, ask.bare and seal.tags is not None
                 wire.send(
-                    Say(
+                    PeerResponse(
                         "found",
                         world_size=seal.world_size,
                         digests=digests,
@@ -409,10 +411,10 @@ class Session:
                         begin, length = index * digests.chunk, length_of(digests, index)
                         wire.send_chunk(file.fileno(), index, begin, length, bare=bare)
         except NotHeld as error:
-            return Say("missing", str(error))
+            return PeerResponse("missing", str(error))
         return None
 
-    def _corrupt(self, ask: Ask) -> Say:
+    def _corrupt(self, ask: PeerRequest) -> PeerResponse:
         """Rereads what a client reports as bad; only the result counts."""
         reason = self._vault.evict_if_bad(self._state, ask.artifact, share=ask.share)
-        return Say("bad", reason) if reason else Say("ok", "what is here is good")
+        return PeerResponse("bad", reason) if reason else PeerResponse("ok", "what is here is good")

@@ -37,7 +37,7 @@ OVERDUE = 1.0
 """Seconds after which a pending chunk is requested from another source too."""
 
 
-class Gathering:
+class ChunkScheduler:
     """Assigns chunks to sources (workers). Not thread-safe. Times are seconds of any monotonic clock."""
 
     def __init__(self, chunks: int, sources: Collection[int]) -> None:
@@ -135,7 +135,8 @@ class Gathering:
 
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-"""The most connections per artifact: a restore uses all (nothing trains), a copy what `Breadth` finds."""
+"""The most connections per artifact: a restore uses all (nothing trains), a copy what `StreamCountTuner`
+finds."""
 _CHUNKS_PER_STREAM = 2
 _WINDOW = 0.25
 """Seconds of sending that make a measurement, over one artifact or several small ones."""
@@ -145,7 +146,7 @@ class TooDamaged(Exception):
     """A chunk arrived damaged again and again."""
 
 
-class Deal:
+class ChunkQueue:
     """A thread-safe queue of missing chunks, each given out at most `tries` times."""
 
     def __init__(self, chunks: int, verified: Collection[int] = (), tries: int = 3) -> None:
@@ -232,7 +233,7 @@ REST = 40
 """The number of measurements until another number of streams is tried."""
 
 
-class Trial(Enum):
+class Probe(Enum):
     """A change of the number of streams for the next measurement."""
 
     NONE = 0
@@ -241,67 +242,67 @@ class Trial(Enum):
 
 
 @dataclass(frozen=True)
-class Breadth:
+class StreamCountTuner:
     """The intended number of streams, found by trying the throughput with one more or one fewer."""
 
     count: int = FEW
-    trial: Trial = Trial.NONE
+    trial: Probe = Probe.NONE
     before: float = 0.0
     """The throughput that the trial is compared with."""
     rest: int = 0
     """The number of measurements before the next trial."""
-    next: Trial = Trial.ONE_MORE
+    next: Probe = Probe.ONE_MORE
     """The next trial."""
 
-    def measured(self, throughput: float, most: int) -> Breadth:
+    def measured(self, throughput: float, most: int) -> StreamCountTuner:
         """Returns the state after `throughput` was measured with `count` streams; 1 to `most` are tried."""
         worth = {
-            Trial.NONE: False,
-            Trial.ONE_MORE: throughput >= self.before * GAIN,
-            Trial.ONE_FEWER: throughput * GAIN > self.before,
+            Probe.NONE: False,
+            Probe.ONE_MORE: throughput >= self.before * GAIN,
+            Probe.ONE_FEWER: throughput * GAIN > self.before,
         }
         if worth[self.trial]:
             return self._try(self.trial, throughput, most)
-        if self.trial is not Trial.NONE:
+        if self.trial is not Probe.NONE:
             return self._settle(self.count - self.trial.value)
         if self.rest:
-            return Breadth(self.count, rest=self.rest - 1, next=self.next)
+            return StreamCountTuner(self.count, rest=self.rest - 1, next=self.next)
         return self._try(self.next, throughput, most)
 
-    def _try(self, trial: Trial, throughput: float, most: int) -> Breadth:
+    def _try(self, trial: Probe, throughput: float, most: int) -> StreamCountTuner:
         count = self.count + trial.value
         if not 1 <= count <= most:
             return self._settle(min(self.count, most), trial)
-        return Breadth(count, trial, throughput, next=trial)
+        return StreamCountTuner(count, trial, throughput, next=trial)
 
-    def _settle(self, count: int, tried: Trial | None = None) -> Breadth:
-        other = Trial.ONE_FEWER if (tried or self.trial) is Trial.ONE_MORE else Trial.ONE_MORE
-        return Breadth(count, rest=REST, next=other)
+    def _settle(self, count: int, tried: Probe | None = None) -> StreamCountTuner:
+        other = Probe.ONE_FEWER if (tried or self.trial) is Probe.ONE_MORE else Probe.ONE_MORE
+        return StreamCountTuner(count, rest=REST, next=other)
 
 
-class Gauge:
+class ThroughputMeter:
     """Adds up the bytes sent with one number of streams, until they make a measurement."""
 
     def __init__(self) -> None:
-        self.breadth = Breadth()
+        self.tuner = StreamCountTuner()
         self._bytes, self._seconds = 0, 0.0
 
     def sent(self, size: int, seconds: float, most: int) -> None:
-        """Adds bytes that `breadth.count` streams sent together."""
+        """Adds bytes that `tuner.count` streams sent together."""
         self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
         if self._seconds >= _WINDOW:
-            self.breadth = self.breadth.measured(self._bytes / self._seconds, most)
+            self.tuner = self.tuner.measured(self._bytes / self._seconds, most)
             self._bytes, self._seconds = 0, 0.0
 
 
-class Line:
+class ConnectionPool:
     """The connections to one peer. Used by one thread at a time; each wire may have its own thread."""
 
     def __init__(self, connect: Callable[[], Wire]) -> None:
         self._connect = connect
         self._wires: list[Wire] = []
         self._spent = 0
-        self.gauge = Gauge()
+        self.meter = ThroughputMeter()
 
     @property
     def is_open(self) -> bool:
@@ -326,7 +327,7 @@ class Line:
             wire.close()
         self._wires.clear()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> ConnectionPool:
         return self
 
     def __exit__(
@@ -339,13 +340,13 @@ Take = Callable[[], int | None]
 """A function that returns the next chunk for a stream; None: the stream has no more to send."""
 
 
-class StreamCrew:
+class StreamPool:
     """Sends the chunks of `deal` over wires of `line`, as many as its gauge decides, at most `most`."""
 
     def __init__(
         self,
-        line: Line,
-        deal: Deal,
+        line: ConnectionPool,
+        deal: ChunkQueue,
         most: int,
         body: Callable[[Wire, Take], None],
         clock: Callable[[], float] = time.monotonic,
@@ -386,7 +387,7 @@ class StreamCrew:
                 self._sending.add(place)
                 self._seen = (0, 0.0)
             self._measure()
-            wanted = min(self._line.gauge.breadth.count, self._most)
+            wanted = min(self._line.meter.tuner.count, self._most)
             if place >= wanted:
                 return None
             for other in range(min(wanted, len(self._deal))):
@@ -397,13 +398,13 @@ class StreamCrew:
 
     def _measure(self) -> None:
         """Measures throughput, but not while streams start or end. Called under the lock."""
-        gauge, (sent, then) = self._line.gauge, self._seen
-        if len(self._sending) != gauge.breadth.count:
+        meter, (sent, then) = self._line.meter, self._seen
+        if len(self._sending) != meter.tuner.count:
             self._seen = (0, 0.0)
             return
         self._seen = (self._line.sent, self._clock())
         if then:
-            gauge.sent(self._seen[0] - sent, self._seen[1] - then, STREAMS)
+            meter.sent(self._seen[0] - sent, self._seen[1] - then, STREAMS)
 
 
 class Scratch:

@@ -345,7 +345,7 @@ class SidecarState:
             self.reached = {**self.reached, rank: max(version, before) if before else version}
         self.bump()
 
-    def plan_to_free(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
+    def propose_release(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
         """Records the own snapshots that are to be freed; returns those that the coordinator ignores."""
         with self.lock:
             news = self.leaving != leaving
@@ -355,7 +355,7 @@ class SidecarState:
             self.bump()
         return left_out
 
-    def report_leaving(self) -> frozenset[Artifact]:
+    def artifacts_to_omit(self) -> frozenset[Artifact]:
         """Returns what the report being made leaves out; the coordinator may use all others again."""
         with self.lock:
             self.left_out &= self.leaving

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.names import split_address
-from tiercheck.protocol.report import Break, RestoreProgress, Unreachable
+from tiercheck.protocol.report import ConnectionFailure, RestoreProgress, Unreachable
 
 MOST = 16
 """The limit of peers in one report."""
-CALM = 3
+ANSWERS_TO_RECOVER = 3
 """The number of answers in a row after which a lost peer counts as reachable again."""
 
 
 @dataclass
-class _Sight:
+class _PeerState:
     """The state of one peer."""
 
     answered_at: float
-    how: Break | None = None
+    how: ConnectionFailure | None = None
     answers: int = 0
     """The number of answers in a row since it was lost."""
     doubted: bool = False
@@ -40,13 +40,13 @@ class PeerWatch:
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float]) -> None:
         self._changed, self._clock = changed, clock
         self._lock = threading.Lock()
-        self._sights: dict[Peer, _Sight] = {}
+        self._sights: dict[Peer, _PeerState] = {}
 
     def only(self, peers: Collection[Peer]) -> None:
         """Watches exactly these peers from then on."""
         with self._lock:
             now = self._clock()
-            self._sights = {peer: self._sights.get(peer) or _Sight(now) for peer in peers}
+            self._sights = {peer: self._sights.get(peer) or _PeerState(now) for peer in peers}
         self._changed()
 
     def answered(self, peer: Peer) -> None:
@@ -56,13 +56,13 @@ class PeerWatch:
                 return
             changed, sight.doubted = sight.doubted, False
             sight.answers += 1
-            if sight.how is None or sight.answers >= CALM:
+            if sight.how is None or sight.answers >= ANSWERS_TO_RECOVER:
                 changed = changed or sight.how is not None
                 sight.how, sight.answered_at = None, self._clock()
         if changed:
             self._changed()
 
-    def broken(self, peer: Peer, how: Break) -> None:
+    def broken(self, peer: Peer, how: ConnectionFailure) -> None:
         """Records that a connection to a peer failed."""
         with self._lock:
             sight = self._sights.get(peer)
@@ -75,7 +75,7 @@ class PeerWatch:
             sight.how = how
         self._changed()
 
-    def doubt(self, peer: Peer) -> None:
+    def suspect(self, peer: Peer) -> None:
         """Suspects a peer after a broken stream or a late answer, which may have any cause.
         It is probed at once, here and, since it is reported as silent until it answers, by the controller."""
         with self._lock:
@@ -94,7 +94,7 @@ class PeerWatch:
         """Returns the lost and suspected peers for the report, the longest silent first."""
         with self._lock:
             lost = [
-                Unreachable(peer.worker, peer.host, sight.answered_at, sight.how or Break.SILENT)
+                Unreachable(peer.worker, peer.host, sight.answered_at, sight.how or ConnectionFailure.SILENT)
                 for peer, sight in self._sights.items()
                 if sight.how is not None or sight.doubted
             ]

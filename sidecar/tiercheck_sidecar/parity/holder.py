@@ -20,7 +20,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.version import Artifact, Digests, History, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk, length_of
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Chunks, Handlers, refuse_offer
 from tiercheck_sidecar.exchange.streams import Scratch
@@ -194,7 +194,7 @@ class ParityHolder:
         for _ in self._state.looks(timeout=5.0):
             self.prune()
 
-    def offer(self, claim: CallerClaim, ask: Ask) -> Say:
+    def offer(self, claim: CallerClaim, ask: PeerRequest) -> PeerResponse:
         """Answers the offer of a member's artifact for parity."""
         directive, digests = self._state.directive, ask.digests
         unwanted = refuse_offer(self._state.fence, directive, claim, ask)
@@ -203,32 +203,32 @@ class ParityHolder:
         assert directive is not None
         assert digests is not None
         if digests.chunk != CHUNK:
-            return Say("refused", "the offer is malformed")
+            return PeerResponse("refused", "the offer is malformed")
         artifact = ask.artifact
         share = self._share(directive, claim.worker, artifact.rank)
         if share is None:
-            return Say("refused", f"this worker keeps no parity for worker {claim.worker}")
+            return PeerResponse("refused", f"this worker keeps no parity for worker {claim.worker}")
         first = Artifact(share.ranks[0], artifact.version, artifact.kind)
         sealed = self._vault.find(first, share=share)
         if sealed is not None:
             if sealed.members[share.ranks.index(artifact.rank)] == digests:
-                return Say("have")
-            return Say("refused", f"{sealed} was made from other bytes")
+                return PeerResponse("have")
+            return PeerResponse("refused", f"{sealed} was made from other bytes")
         if is_expendable(artifact.version, artifact.kind, directive.history, self._state.verdict):
-            return Say("late", f"{artifact.version} is overtaken")
+            return PeerResponse("late", f"{artifact.version} is overtaken")
         try:
             block = self._block(share, artifact, ask.world_size, digests)
             missing = block.enter(artifact.rank, digests, ask.tags)
         except coding.LibraryMissing as error:
-            return Say("refused", str(error))
+            return PeerResponse("refused", str(error))
         except (NoFreeSlot, OSError) as error:
-            return Say("busy", str(error))
+            return PeerResponse("busy", str(error))
         except BlockGone:
-            return Say("busy", "the block is being replaced")
+            return PeerResponse("busy", "the block is being replaced")
         if missing:
-            return Say("send", missing=missing)
+            return PeerResponse("send", missing=missing)
         self.settle(block)
-        return Say("in")
+        return PeerResponse("in")
 
     def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
         """Returns the block that an offered artifact of the client is folded into."""
@@ -250,11 +250,11 @@ class ParityHolder:
             self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
         self._state.bump()
 
-    def status(self, claim: CallerClaim) -> Say:
+    def status(self, claim: CallerClaim) -> PeerResponse:
         """Returns which artifacts of the client are in complete blocks, or folded into others."""
         directive = self._state.directive
         if directive is None or directive.attempt != claim.attempt:
-            return Say("status")
+            return PeerResponse("status")
         procs = directive.procs_per_worker
         own = range(claim.worker * procs, (claim.worker + 1) * procs)
         with self._lock:
@@ -265,7 +265,7 @@ class ParityHolder:
             if seal.share is not None
             for rank in seal.share.ranks
         }
-        return Say(
+        return PeerResponse(
             "status",
             complete=tuple(sorted((each for each in complete if each.rank in own), key=str)),
             folded=tuple(sorted((each for each in folded - complete if each.rank in own), key=str)),
@@ -354,14 +354,14 @@ class ParitySession:
 
     def __init__(self, state: SidecarState, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
         self._state, self._holder, self._wire, self._claim = state, holder, wire, claim
-        self._said: Say | None = None
+        self._said: PeerResponse | None = None
         self.handlers: Handlers = {
             "fold": lambda ask: holder.offer(claim, ask),
             "chunks": self._chunks,
             "status": self._status,
         }
 
-    def _chunks(self, ask: Ask) -> Say:
+    def _chunks(self, ask: PeerRequest) -> PeerResponse:
         self._must_be_current()
         artifact = ask.artifact
         block, rank = self._holder.block_for(self._claim, artifact), artifact.rank
@@ -380,7 +380,7 @@ class ParitySession:
                 yield buffer[: length_of(digests, index)]
 
         try:
-            return Say("ok", damaged=chunks.take_all(self._wire, place, fold))
+            return PeerResponse("ok", damaged=chunks.take_all(self._wire, place, fold))
         except BlockGone as error:
             raise WireBroken("the block was given up") from error
         finally:
@@ -393,7 +393,7 @@ class ParitySession:
         if other:
             raise WireBroken(other)
 
-    def _status(self, ask: Ask) -> Say:
+    def _status(self, ask: PeerRequest) -> PeerResponse:
         """Waits for a change or a timeout. Each answer has the whole state, so no change is missed."""
         until = time.monotonic() + _STATUS_EVERY
         seen = -1

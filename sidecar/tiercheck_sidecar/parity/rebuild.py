@@ -74,7 +74,7 @@ class RebuildPart:
                 raise SourceFailed("it changed while it was being read")
             yield opening.wire, opening.seal
 
-    def accuse(self, connect: DialPeer) -> str:
+    def report_corrupt(self, connect: DialPeer) -> str:
         """Reports bad chunks to its worker. Returns the fault found on rereading; empty if none."""
         try:
             said = have_reread(self._named, self._dial(connect), self.share)
@@ -105,7 +105,7 @@ class PartFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _Inflow:
+class _PartStream:
     """Receives the chunks of one part. Every method raises PartFailed."""
 
     part: RebuildPart
@@ -119,25 +119,25 @@ class _Inflow:
 
     def ask(self, index: int) -> None:
         if self.length(index):
-            with _blaming(self.part):
+            with _as_part_failure(self.part):
                 self.wire.send_index(index)
 
     def begin(self, index: int) -> None:
         if self.length(index):
-            with _blaming(self.part):
+            with _as_part_failure(self.part):
                 receive_header(self.wire, self.digests, index)
 
     def fill(self, index: int, begin: int) -> int:
         """Receives the fragment at `begin`; returns its size in bytes."""
         size = max(0, min(FRAGMENT, self.length(index) - begin))
         if size:
-            with _blaming(self.part):
+            with _as_part_failure(self.part):
                 self.wire.receive_into(self.buffer[:size])
         return size
 
 
 @contextlib.contextmanager
-def _blaming(part: RebuildPart) -> Iterator[None]:
+def _as_part_failure(part: RebuildPart) -> Iterator[None]:
     """Turns failures into PartFailed of this part."""
     try:
         yield
@@ -158,9 +158,15 @@ class Rebuild:
     """
 
     def __init__(
-        self, artifact: Artifact, ranks: Sequence[int], group: ParityGroup, dial: DialPeer, *, tell: bool
+        self,
+        artifact: Artifact,
+        ranks: Sequence[int],
+        group: ParityGroup,
+        dial: DialPeer,
+        *,
+        report_bad: bool,
     ) -> None:
-        self.artifact, self._dial, self._tell = artifact, dial, tell
+        self.artifact, self._dial, self._report_bad = artifact, dial, report_bad
         self._me = ranks.index(artifact.rank)
         self._data = len(ranks)
         self._members = {
@@ -213,13 +219,13 @@ class Rebuild:
             self._stopped = True
             raise
 
-    def _inflow(self, part: RebuildPart, seal: Seal, stack: contextlib.ExitStack) -> _Inflow:
+    def _inflow(self, part: RebuildPart, seal: Seal, stack: contextlib.ExitStack) -> _PartStream:
         """Returns a part that is open until `stack` is closed. Raises PartFailed."""
-        with _blaming(part):
+        with _as_part_failure(part):
             wire, _ = stack.enter_context(part.open(self._dial, seal.digests))
-        return _Inflow(part, wire, seal.digests, memoryview(bytearray(FRAGMENT)))
+        return _PartStream(part, wire, seal.digests, memoryview(bytearray(FRAGMENT)))
 
-    def _chunks(self, parts: Parts, inflows: Sequence[_Inflow]) -> None:
+    def _chunks(self, parts: Parts, inflows: Sequence[_PartStream]) -> None:
         digests = self.seal.digests
         chunk = memoryview(bytearray(length_of(digests, 0)))
         weights, buffers = [weight for weight, _ in parts.values()], [each.buffer for each in inflows]
@@ -258,7 +264,7 @@ class Rebuild:
                 chunk = memoryview(bytearray(inflow.length(index)))
                 inflow.ask(index)
                 inflow.begin(index)
-                with _blaming(part):
+                with _as_part_failure(part):
                     inflow.wire.receive_into(chunk)
             if digest_chunk(chunk) != seal.digests.values[index]:
                 raise PartFailed(part, f"chunk {index} does not match its digest", corrupt=True)
@@ -315,7 +321,9 @@ class Rebuild:
     def _give_up(self, failed: PartFailed) -> None:
         part = failed.part
         if failed.corrupt or failed.certain:
-            reason = part.accuse(self._dial) if self._tell and not failed.certain else str(failed)
+            reason = (
+                part.report_corrupt(self._dial) if self._report_bad and not failed.certain else str(failed)
+            )
             if reason:
                 rank = part.share.ranks[0] if part.share else part.artifact.rank
                 version, kind = part.artifact.version, part.artifact.kind
@@ -339,10 +347,15 @@ class ParitySource(ArtifactSource):
     """A source of artifacts that a parity group can rebuild for its members."""
 
     def __init__(
-        self, group: ParityGroup, procs_per_worker: int, connect: DialPeer, *, tell: bool = True
+        self, group: ParityGroup, procs_per_worker: int, connect: DialPeer, *, report_bad: bool = True
     ) -> None:
         """Bad parts are reported to their workers, which free them, unless the caller disables that."""
-        self._group, self._procs, self._connect, self._tell = group, procs_per_worker, connect, tell
+        self._group, self._procs, self._connect, self._report_bad = (
+            group,
+            procs_per_worker,
+            connect,
+            report_bad,
+        )
         self._last: Rebuild | None = None
 
     def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
@@ -384,7 +397,11 @@ class ParitySource(ArtifactSource):
         if found is None or found.artifact != artifact:
             ranks = self._group.coded_with(artifact.rank, self._procs)
             found = Rebuild(
-                artifact, ranks, self._group, lambda peer: call.own(self._connect(peer)), tell=self._tell
+                artifact,
+                ranks,
+                self._group,
+                lambda peer: call.own(self._connect(peer)),
+                report_bad=self._report_bad,
             )
         yield OpenArtifact(found.seal, found.unfold, found.bad)
         self._last = found  # nothing failed: the next call need not ask all parts again

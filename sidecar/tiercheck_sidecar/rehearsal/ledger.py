@@ -30,7 +30,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Ledger:
+class ScrubLog:
     """The results of this worker's rehearsals, as long as its sidecar lives."""
 
     proofs: tuple[tuple[int, Proof], ...] = ()
@@ -38,20 +38,20 @@ class Ledger:
     faults: tuple[tuple[int, Tier, str], ...] = ()
     """Own rank, tier, and what could not be restored, as a sentence without its full stop."""
 
-    def proved(self, rank: int, proof: Proof) -> Ledger:
+    def proved(self, rank: int, proof: Proof) -> ScrubLog:
         """Returns the results after all sources of that rank's tier were read to their ends."""
         others = [(of, each) for of, each in self.proofs if (of, each.tier) != (rank, proof.tier)]
         faults = tuple(each for each in self.faults if each[:2] != (rank, proof.tier))
-        return Ledger((*others, (rank, proof)), faults)
+        return ScrubLog((*others, (rank, proof)), faults)
 
-    def disproved(self, rank: int, tier: Tier, sentences: Sequence[str]) -> Ledger:
+    def disproved(self, rank: int, tier: Tier, sentences: Sequence[str]) -> ScrubLog:
         """Returns the results after some of them could not be. Earlier proofs stay, and grow old."""
         faults = [each for each in self.faults if each[:2] != (rank, tier)]
-        return Ledger(self.proofs, (*faults, *((rank, tier, sentence) for sentence in sentences)))
+        return ScrubLog(self.proofs, (*faults, *((rank, tier, sentence) for sentence in sentences)))
 
-    def without_faults(self) -> Ledger:
+    def without_faults(self) -> ScrubLog:
         """Returns the results without faults, for a new attempt or placement."""
-        return Ledger(self.proofs)
+        return ScrubLog(self.proofs)
 
     def shown(self, ranks: Collection[int]) -> tuple[Proof, ...]:
         """Returns for the report, of each tier that is proved for all of `ranks`, the oldest proof."""

@@ -29,7 +29,7 @@ from tiercheck_sidecar.artifact_source import (
     SourceGone,
 )
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
+from tiercheck_sidecar.rehearsal.ledger import Look, ScrubLog, due_in, seconds_to_rest
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, SourceOffer, bytes_moved, name_of, plan
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
@@ -63,7 +63,7 @@ Wait = Callable[[Callable[[], bool], float], bool]
 """Waits until a condition holds, at most so many seconds; returns whether it does."""
 
 
-class RehearsalGround:
+class ScrubHost:
     """The state of the job around a rehearsal. All methods raise Stopped."""
 
     def __init__(
@@ -130,7 +130,7 @@ class RehearsalGround:
 
 
 @dataclass(frozen=True)
-class Walked:
+class ScrubResult:
     """The result of reading to the end without faults."""
 
     version: Version
@@ -140,11 +140,11 @@ class Walked:
     """The number of versions of which something was read."""
 
 
-class Walk:
+class ScrubPass:
     """Reads what a restore of `rank` from `source` would read, chunk by chunk. Used once."""
 
     def __init__(
-        self, reach: RestoreSources, source: Source, place: ArtifactSource, rank: int, ground: RehearsalGround
+        self, reach: RestoreSources, source: Source, place: ArtifactSource, rank: int, ground: ScrubHost
     ) -> None:
         self._reach, self._source, self._place, self._rank, self._ground = reach, source, place, rank, ground
         self._done = self._bytes = self._parts = 0
@@ -154,14 +154,14 @@ class Walk:
         """True while nothing of the current version was read."""
         self._buffer = ChunkBuffer()
 
-    def run(self) -> Walked:
+    def run(self) -> ScrubResult:
         """Reads everything once. Raises Disproved, Stopped."""
         troubles = fruitless = 0
         while True:
             version, before, self._fresh = self._ground.newest(), self._done, True
             try:
                 self._read_on(version)
-                return Walked(version, self._bytes, max(1, self._parts))
+                return ScrubResult(version, self._bytes, max(1, self._parts))
             except (SourceFailed, NotASlot, OSError) as error:
                 if self._done > before:
                     troubles = fruitless = 0
@@ -270,7 +270,7 @@ class Rehearser:
     ) -> None:
         self._state, self._vault, self._reach = state, vault, reach
         self._wait, self._clock = wait or state.wait_until, clock
-        self._ledger = Ledger()
+        self._ledger = ScrubLog()
         self._looks: dict[Tier, Look] = {}
         self._course: tuple[int, str] = (0, "")
 
@@ -294,7 +294,7 @@ class Rehearser:
                 log.debug("rehearsal of the %s tier: %s", tier.value, why)
 
     def _look_at(self, tier: Tier, directive: Directive, every: float) -> None:
-        ground = RehearsalGround(self._state, self._vault, directive, tier, self._wait)
+        ground = ScrubHost(self._state, self._vault, directive, tier, self._wait)
         newest, began = ground.newest(), self._clock()
         if due_in(began, every, self._looks.get(tier), self._course, newest) > 0:
             return
@@ -305,19 +305,17 @@ class Rehearser:
             raise
         self._looks[tier] = Look(self._course, began, good, whole)
 
-    def _rehearse(
-        self, tier: Tier, directive: Directive, ground: RehearsalGround
-    ) -> tuple[bool, Version | None]:
+    def _rehearse(self, tier: Tier, directive: Directive, ground: ScrubHost) -> tuple[bool, Version | None]:
         """Returns whether all is well, and which version was read whole. Raises Stopped."""
-        walked: dict[int, list[tuple[Walked, float]]] = {rank: [] for rank in self._vault.ranks}
+        walked: dict[int, list[tuple[ScrubResult, float]]] = {rank: [] for rank in self._vault.ranks}
         bad: dict[int, list[str]] = {}
         ways = _sources(tier, directive)
         for source in ways:
-            with contextlib.closing(self._reach.open(source, tell=False)) as place:
+            with contextlib.closing(self._reach.open(source, report_bad=False)) as place:
                 for rank, found in walked.items():
                     began = self._clock()
                     try:
-                        done = Walk(self._reach, source, place, rank, ground).run()
+                        done = ScrubPass(self._reach, source, place, rank, ground).run()
                     except Disproved as error:
                         log.error("rehearsal of the %s tier: %s", tier.value, error)
                         bad.setdefault(rank, []).append(str(error))
@@ -332,7 +330,7 @@ class Rehearser:
         (whole, parts) = versions.pop() if len(versions) == 1 and not bad else (None, 0)
         return not bad, whole if parts == 1 else None
 
-    def _prove(self, tier: Tier, rank: int, found: list[tuple[Walked, float]]) -> None:
+    def _prove(self, tier: Tier, rank: int, found: list[tuple[ScrubResult, float]]) -> None:
         proof = Proof(
             tier,
             min(done.version for done, _ in found),
@@ -345,11 +343,11 @@ class Rehearser:
         self._publish(self._ledger.proved(rank, proof))
 
     def _forget(self) -> None:
-        if self._looks or self._ledger != Ledger():
+        if self._looks or self._ledger != ScrubLog():
             self._looks = {}
-            self._publish(Ledger())
+            self._publish(ScrubLog())
 
-    def _publish(self, ledger: Ledger) -> None:
+    def _publish(self, ledger: ScrubLog) -> None:
         self._ledger = ledger
         with self._state.lock:
             self._state.show(ledger.shown(self._vault.ranks))

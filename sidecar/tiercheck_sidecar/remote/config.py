@@ -137,7 +137,9 @@ def clean_credentials(env: MutableMapping[str, str]) -> None:
     for name in sorted(padded):
         env[name] = env[name].strip()
         log.warning(
-            "%s has blanks or a line break around its value; they are left out: %s", name, mend_credentials()
+            "%s has blanks or a line break around its value; they are left out: %s",
+            name,
+            wrong_credentials_advice(),
         )
     for name in _SIGNING:
         value = env.get(name, "")
@@ -145,12 +147,12 @@ def clean_credentials(env: MutableMapping[str, str]) -> None:
             raise RemoteError(
                 Reason.FORBIDDEN,
                 f"{name} holds a blank, a line break or another character that no credential has; "
-                f"{mend_credentials()}.",
+                f"{wrong_credentials_advice()}.",
                 retriable=False,
             )
 
 
-def mend_proxies(endpoint: str, env: MutableMapping[str, str]) -> None:
+def normalize_proxy_settings(endpoint: str, env: MutableMapping[str, str]) -> None:
     """Translates for botocore what only curl and Go understand: networks in NO_PROXY, and ALL_PROXY."""
     bypassed = f"{env.get('no_proxy', '')},{env.get('NO_PROXY', '')}"
     url = urlsplit(endpoint)
@@ -167,7 +169,7 @@ def mend_proxies(endpoint: str, env: MutableMapping[str, str]) -> None:
         env[f"{url.scheme}_proxy"] = for_all
 
 
-def give_credentials() -> str:
+def missing_credentials_advice() -> str:
     """Returns the advice for missing credentials: the job's in a pod, the caller's at a command line."""
     if os.environ.get(ENV_POD_UID):
         return (
@@ -179,13 +181,13 @@ def give_credentials() -> str:
     )
 
 
-def give_authority() -> str:
+def untrusted_certificate_advice() -> str:
     """Returns the advice for an endpoint certificate that is not trusted."""
     in_spec = "give its authority in tiers.remote.s3.caBundle"
     return in_spec if os.environ.get(ENV_POD_UID) else f"{in_spec}, or here in AWS_CA_BUNDLE"
 
 
-def mend_credentials() -> str:
+def wrong_credentials_advice() -> str:
     """Returns the advice for wrong credentials."""
     if os.environ.get(ENV_POD_UID):
         return "correct the Secret named in credentialsSecretName"

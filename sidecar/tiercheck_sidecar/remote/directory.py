@@ -38,7 +38,7 @@ class DirectoryObjects(Objects):
         self.location = str(self._root / folder)
 
     def check(self) -> None:
-        with self._sentences():
+        with self._translate_errors():
             if not self._root.is_dir():
                 raise RemoteError(
                     Reason.NO_SUCH_BUCKET,
@@ -66,7 +66,7 @@ class DirectoryObjects(Objects):
         return self._store(key, lambda file: _write_all(file, memoryview(body)), once=True)
 
     def read(self, key: str) -> bytes | None:
-        with self._sentences():
+        with self._translate_errors():
             try:
                 with open(self._open(key), "rb", buffering=0) as source:
                     return read_all(source.read, f"{self.location}/{key}", os.fstat(source.fileno()).st_size)
@@ -74,7 +74,7 @@ class DirectoryObjects(Objects):
                 return None
 
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore) -> int:
-        with self._sentences():
+        with self._translate_errors():
             try:
                 source = self._open(key)
             except FileNotFoundError:
@@ -93,12 +93,12 @@ class DirectoryObjects(Objects):
                 os.close(source)
 
     def list(self, prefix: str) -> list[Stored]:
-        with self._sentences():
+        with self._translate_errors():
             return [each for each in self._walk(prefix) if not _is_temporary(each.key)]
 
     def delete(self, keys: Iterable[str]) -> None:
         folders = set()
-        with self._sentences():
+        with self._translate_errors():
             for key in keys:
                 parts = self._parts(key)
                 with contextlib.suppress(FileNotFoundError), folder_beneath(self._root, parts[:-1]) as folder:
@@ -110,7 +110,7 @@ class DirectoryObjects(Objects):
                 self._remove_empty(parts)
 
     def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
-        with self._sentences():
+        with self._translate_errors():
             keys = [each.key for each in self._walk(ARTIFACTS) if _is_temporary(each.key)]
         self.delete(key for key in keys if dead(key))
 
@@ -148,7 +148,7 @@ class DirectoryObjects(Objects):
         """Writes a file with `fill`; returns False if `once` is set and the file existed already."""
         *parts, name = self._parts(key)
         temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
-        with self._sentences(), folder_beneath(self._root, parts, make=True) as folder:
+        with self._translate_errors(), folder_beneath(self._root, parts, make=True) as folder:
             try:
                 with open(create_in(folder, temporary), "wb", buffering=0) as sink:
                     fill(sink.fileno())
@@ -170,7 +170,7 @@ class DirectoryObjects(Objects):
                     os.unlink(temporary, dir_fd=folder)
 
     @contextlib.contextmanager
-    def _sentences(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except NotPlain as error:

@@ -50,7 +50,7 @@ class RemoteError(Exception):
         """True if the same call may succeed later without any change by a user."""
 
 
-class _Lasting(RemoteError):
+class _PermanentError(RemoteError):
     """An error that no retry fixes."""
 
     of = Reason.OTHER
@@ -59,13 +59,13 @@ class _Lasting(RemoteError):
         super().__init__(self.of, message, retriable=False)
 
 
-class RemoteCorrupt(_Lasting):
+class RemoteCorrupt(_PermanentError):
     """Stored bytes are missing, short, or do not match their digests."""
 
     of = Reason.CORRUPT
 
 
-class RemoteArchived(_Lasting):
+class RemoteArchived(_PermanentError):
     """The object is in the store's archive, where it cannot be read."""
 
     of = Reason.ARCHIVED
@@ -74,17 +74,17 @@ class RemoteArchived(_Lasting):
         super().__init__(f"{what}; bring it back from there, and end the lifecycle rule that moves it.")
 
 
-class RemoteMissing(_Lasting):
+class RemoteMissing(_PermanentError):
     """The requested version is not in the remote tier (it never was, or it has been deleted)."""
 
 
-class RemoteOwned(_Lasting):
+class RemoteOwned(_PermanentError):
     """The job's folder belongs to another job; nothing in it was touched."""
 
     of = Reason.OWNED
 
 
-class RemoteClosed(_Lasting):
+class RemoteClosed(_PermanentError):
     """The store was closed while the operation ran."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def check_chunks(
             check_digest(digest_as_filled(chunk, first), index, digests, place)
 
 
-class Arriving:
+class StreamVerifier:
     """Digests the chunks of `into` as they arrive, while they are still in the cache."""
 
     def __init__(
@@ -129,21 +129,21 @@ class Arriving:
         offset: int,
         digests: Digests,
         place: str,
-        heard: Callable[[int], None] = ignore,
+        on_bytes: Callable[[int], None] = ignore,
     ) -> None:
         """Takes a buffer that begins at byte `offset` of the artifact, on a chunk.
 
         The callback gets the number of new bytes; what it raises ends the reading.
         """
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
-        self._seen, self._hasher, self._heard = 0, running_digest(), heard
+        self._seen, self._hasher, self._on_bytes = 0, running_digest(), on_bytes
 
     def __call__(self, arrived: int) -> None:
         """Digests the first `arrived` bytes of `into`, which are there; 0 when the reading begins.
 
         Raises RemoteCorrupt at the first chunk that differs.
         """
-        self._heard(arrived - self._seen)
+        self._on_bytes(arrived - self._seen)
         chunk = self._digests.chunk
         while self._seen < arrived:
             index = self._seen // chunk

@@ -109,7 +109,7 @@ class Ownership:
 
         Sends no request without a claimant."""
         if self._claimant is not None:
-            self._judge(self.owner(), self._claimant)
+            self._require_claimable(self.owner(), self._claimant)
 
     def claim(self) -> None:
         """Makes the claimant the folder's owner, or raises RemoteOwned.
@@ -121,7 +121,7 @@ class Ownership:
         for _ in range(_TRIES):
             number = self._number()
             owner = self._read(number)
-            self._judge(owner, claimant)
+            self._require_claimable(owner, claimant)
             if owns(owner, claimant) or self._succeed(
                 number, owner, StoreOwner(claimant.cluster, claimant.job_uid)
             ):
@@ -130,7 +130,7 @@ class Ownership:
             Reason.OWNED, f"{self._objects.location} changes hands all the time.", retriable=True
         )
 
-    def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
+    def assign_owner(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
         """Makes a job the folder's owner by a user's decision, and returns the previous owner."""
         while True:
             number, owner = self._number(), None
@@ -141,7 +141,7 @@ class Ownership:
             if self._succeed(number, owner, StoreOwner(cluster, job_uid)):
                 return owner
 
-    def _judge(self, owner: StoreOwner | None, claimant: Claimant) -> None:
+    def _require_claimable(self, owner: StoreOwner | None, claimant: Claimant) -> None:
         if owner is not None and not owns(owner, claimant) and not may_claim(owner, claimant):
             raise RemoteOwned(refusal(owner, claimant, self._objects.location))
 

@@ -39,7 +39,7 @@ class StoreFinding:
 
 
 @dataclass
-class _Trial:
+class _CheckContext:
     """A store, a folder of its own there, and what the checks have written so far."""
 
     objects: Objects
@@ -48,10 +48,10 @@ class _Trial:
     """Bytes, and the time by this machine before and after the write, by key."""
 
     def need(self, *names: str) -> list[str]:
-        """Returns the keys of those of `names` that were written. Raises NotTried if none was."""
+        """Returns the keys of those of `names` that were written. Raises CheckSkipped if none was."""
         found = [self.folder + name for name in names if self.folder + name in self.written]
         if not found:
-            raise NotTried("not tried: an earlier check wrote nothing that it could look at")
+            raise CheckSkipped("not tried: an earlier check wrote nothing that it could look at")
         return found
 
     @contextlib.contextmanager
@@ -62,21 +62,21 @@ class _Trial:
         self.written[key] = size, before, time.time()
 
 
-Check = Callable[[_Trial], str]
-"""A check that returns its observation. Raises Broken, NotTried, RemoteError."""
+Check = Callable[[_CheckContext], str]
+"""A check that returns its observation. Raises Broken, CheckSkipped, RemoteError."""
 
 
-class NotTried(Exception):
+class CheckSkipped(Exception):
     """A check cannot be made, for a reason that another finding reports."""
 
 
-class Broken(Exception):
+class GuaranteeMissing(Exception):
     """A guarantee is missing; the message holds the observation and the advice."""
 
 
 def examine(objects: Objects) -> Iterator[StoreFinding]:
     """Yields one finding after the other; only the first if the store cannot be used at all."""
-    trial = _Trial(objects, f"{keys.CHECK}{uuid.uuid4().hex}/")
+    trial = _CheckContext(objects, f"{keys.CHECK}{uuid.uuid4().hex}/")
     try:
         for name, check in _CHECKS:
             finding = _tried(name, check, trial)
@@ -88,34 +88,34 @@ def examine(objects: Objects) -> Iterator[StoreFinding]:
             objects.delete([stored.key for stored in objects.list(trial.folder)])
 
 
-def _tried(name: str, check: Check, trial: _Trial) -> StoreFinding:
+def _tried(name: str, check: Check, trial: _CheckContext) -> StoreFinding:
     try:
         return StoreFinding(name, True, check(trial))
-    except NotTried as reason:
+    except CheckSkipped as reason:
         return StoreFinding(name, True, str(reason), tried=False)
-    except Broken as broken:
+    except GuaranteeMissing as broken:
         return StoreFinding(name, False, str(broken))
     except RemoteError as error:
         return StoreFinding(name, False, str(error), passing=error.retriable)
 
 
-def _access(trial: _Trial) -> str:
+def _access(trial: _CheckContext) -> str:
     trial.objects.check()
     return f"{trial.objects.location} can be listed and written"
 
 
-def _conditional(trial: _Trial) -> str:
+def _conditional(trial: _CheckContext) -> str:
     objects, key = trial.objects, f"{trial.folder}once"
     with trial.writing(key, 5):
         first = objects.create(key, b"first")
     if objects.weakness:
-        raise Broken(objects.weakness)
+        raise GuaranteeMissing(objects.weakness)
     second = objects.create(key, b"second")
     found: bytes | None = b"first"
     with contextlib.suppress(RemoteError):  # whether what is there can be read is another check
         found = objects.read(key)
     if not first or second or found != b"first":
-        raise Broken(
+        raise GuaranteeMissing(
             f"of two writers of one new object the first {'won' if first else 'lost'} and the second "
             f"{'won' if second else 'lost'}, and "
             f"{'the first' if found == b'first' else 'not the first'} is read. Use a server that honours "
@@ -125,13 +125,13 @@ def _conditional(trial: _Trial) -> str:
     return "the second of two writers of a new object is refused"
 
 
-def _parts(trial: _Trial) -> str:
+def _parts(trial: _CheckContext) -> str:
     with trial.writing(f"{trial.folder}large", SIZE):
         trial.objects.upload(f"{trial.folder}large", memoryview(_content()), CHUNK, _pass)
     return f"{SIZE // CHUNK} MiB were uploaded in parts"
 
 
-def _ranges(trial: _Trial) -> str:
+def _ranges(trial: _CheckContext) -> str:
     (key,) = trial.need("large")
     content = _content()
     for begin, length in (
@@ -143,7 +143,7 @@ def _ranges(trial: _Trial) -> str:
         got = trial.objects.read_into(key, begin, memoryview(into))
         wanted = content[begin : begin + length]
         if into[:got] != wanted:
-            raise Broken(
+            raise GuaranteeMissing(
                 f"bytes {begin} to {begin + len(wanted)} were asked for, and the {got} that came are not "
                 "what was written. Look for a "
                 "proxy or cache in between that does not know ranges."
@@ -151,12 +151,12 @@ def _ranges(trial: _Trial) -> str:
     return "ranges come as they were written"
 
 
-def _listing(trial: _Trial) -> str:
+def _listing(trial: _CheckContext) -> str:
     written = trial.need("once", "large")
     listed = {stored.key: stored.size for stored in trial.objects.list(trial.folder)}
     late = [key for key in written if listed.get(key) != trial.written[key][0]]
     if late:
-        raise Broken(
+        raise GuaranteeMissing(
             f"of {len(written)} objects that were written {len(late)} are not listed right after that, or "
             "with another size. Use a store "
             "that lists what is written at once; a manifest that is listed late is a version that a "
@@ -165,30 +165,32 @@ def _listing(trial: _Trial) -> str:
     return "what was written is listed at once, in full size"
 
 
-def _clock(trial: _Trial) -> str:
+def _clock(trial: _CheckContext) -> str:
     key = trial.need("once", "large")[0]
     _, before, after = trial.written[key]
     stored = next(iter(trial.objects.list(key)), None)
     if stored is None:
-        raise NotTried("not tried: what was written is not listed")
+        raise CheckSkipped("not tried: what was written is not listed")
     skew = min(max(stored.modified, before - 1.0), after) - stored.modified  # stores report whole seconds
     seen = f"the store's clock is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} this machine's"
     if abs(skew) > MOST_SKEW:
-        raise Broken(
+        raise GuaranteeMissing(
             f"{seen}. Synchronise both (NTP): S3 refuses requests from 15 minutes on, and keepFor goes by it."
         )
     return "the store's clock and this machine's agree" if abs(skew) < 2 else seen
 
 
-def _delete(trial: _Trial) -> str:
+def _delete(trial: _CheckContext) -> str:
     objects, written = trial.objects, trial.need("once", "large")
     objects.delete(written)
     try:
         left = [key for key in written if objects.read(key) is not None]
     except RemoteError as error:
-        raise NotTried("deleting is allowed; not tried whether it is done, as nothing can be read") from error
+        raise CheckSkipped(
+            "deleting is allowed; not tried whether it is done, as nothing can be read"
+        ) from error
     if left:
-        raise Broken(
+        raise GuaranteeMissing(
             f"{len(left)} of {len(written)} objects are still there after they were deleted. Use a store "
             "that deletes; without that, old versions pile up for ever."
         )
@@ -200,7 +202,7 @@ def _delete(trial: _Trial) -> str:
             f"ends its old versions, which the bucket keeps (the rules cannot be read: {error})"
         )
     if remains:
-        raise Broken(remains)
+        raise GuaranteeMissing(remains)
     return "what is deleted is gone at once"
 
 

@@ -26,13 +26,13 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote.errors import (
-    Arriving,
     Reason,
     RemoteArchived,
     RemoteClosed,
     RemoteCorrupt,
     RemoteError,
     RemoteMissing,
+    StreamVerifier,
     check_chunks,
     check_shape,
     digest_of,
@@ -67,8 +67,8 @@ class RemoteStore:
         self._objects = objects
         self._closed = threading.Event()
         self._bucket = TokenBucket(None, wait=self._pause)
-        self._known_as_ours = False
-        self.untidied = ""
+        self._ownership_checked = False
+        self.cleanup_error = ""
         """The store's own message on what could not be deleted at the last try: a sentence; else empty."""
         self._in_archive = ""
         self.ownership = Ownership(objects, claimant)
@@ -83,19 +83,19 @@ class RemoteStore:
         """Raises unless the store answers, can be read and written, and belongs to this job or to none."""
         self._objects.check()
         self.ownership.check()
-        if not self._known_as_ours:
+        if not self._ownership_checked:
             complete = self.versions()
             if complete:
                 with contextlib.suppress(RemoteArchived):
                     self.read_manifest(complete[-1])
-            self._known_as_ours = True
+            self._ownership_checked = True
 
     @property
     def shortcomings(self) -> dict[str, str]:
         """Returns a sentence on each known weakness, by the check that detects it; empty: none is known."""
         return {
             "conditional create": self._objects.weakness,
-            "delete": self.untidied,
+            "delete": self.cleanup_error,
             "archive": self._in_archive,
         }
 
@@ -199,7 +199,7 @@ class RemoteStore:
         operator's, which makes the announcement valid."""
         self.ownership.claim()
         self._objects.write(keys.attempt_key(job_uid, attempt), signature.encode())
-        with self._tidying():
+        with self._best_effort():
             known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
             self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
 
@@ -240,7 +240,7 @@ class RemoteStore:
         artifact: RankArtifact,
         into: memoryview,
         chunks: Sequence[int] | None = None,
-        heard: Callable[[int], None] = ignore,
+        on_bytes: Callable[[int], None] = ignore,
     ) -> None:
         """Reads an artifact, or only its `chunks` (in order), into its place in `into`; verifies every chunk.
 
@@ -262,7 +262,7 @@ class RemoteStore:
                     digests,
                     begin,
                     into[begin : min(end, digests.size)],
-                    heard,
+                    on_bytes,
                 )
                 for begin, end in _stretches(wanted, digests.chunk)
             ]
@@ -292,15 +292,14 @@ class RemoteStore:
 
         Versions that `history` accepts are kept before all others. Kept as well are those created at most
         `keep_seconds`, if given, before the last one; the newest complete version; and all of `protect`
-        (complete or still being uploaded). What cannot be deleted stays, and `untidied` reports it. Returns
-        the versions that are left.
-        """
+        (complete or still being uploaded). What cannot be deleted stays, and `cleanup_error` reports it.
+        Returns the versions that are left."""
         self.ownership.claim()
         committed = self._committed()
-        kept, self.untidied, refused = set(committed), "", 0
+        kept, self.cleanup_error, refused = set(committed), "", 0
         # Newest first: versions refused earlier are older, and a few refusals show that the rest fail too.
         for version in reversed(keys.to_delete(committed, keep, protect, keep_seconds, history)):
-            with self._tidying():
+            with self._best_effort():
                 # Unreadable: it cannot be restored, so it may be deleted.
                 with contextlib.suppress(RemoteCorrupt, RemoteArchived):
                     self._manifest(version)  # raises if the folder is another job's
@@ -320,11 +319,11 @@ class RemoteStore:
                 and keys.is_abandoned(version, kept, protect, history)
             )
 
-        with self._tidying():
+        with self._best_effort():
             stored = self._objects.list(keys.ARTIFACTS)
             self._note_archived(stored, kept)
             self._objects.delete([each.key for each in stored if abandoned(each.key)])
-        with self._tidying():
+        with self._best_effort():
             self._objects.forget_unfinished(abandoned)
         return tuple(sorted(kept))
 
@@ -334,12 +333,17 @@ class RemoteStore:
         self._objects.close()
 
     def _fetch_range(
-        self, key: str, digests: Digests, begin: int, into: memoryview, heard: Callable[[int], None] = ignore
+        self,
+        key: str,
+        digests: Digests,
+        begin: int,
+        into: memoryview,
+        on_bytes: Callable[[int], None] = ignore,
     ) -> None:
         if self._closed.is_set():
             raise RemoteClosed
         place = f"{self.location}/{key}"
-        arriving = Arriving(into, begin, digests, place, heard)
+        arriving = StreamVerifier(into, begin, digests, place, on_bytes)
         try:
             got = self._objects.read_into(key, begin, into, arriving)
             if got < len(into):
@@ -398,7 +402,7 @@ class RemoteStore:
         self._in_archive = str(RemoteArchived(f"{self.location} has in an archive: {named}")) if found else ""
 
     @contextlib.contextmanager
-    def _tidying(self) -> Iterator[None]:
+    def _best_effort(self) -> Iterator[None]:
         """Suppresses errors of the block, recording lasting ones: nothing needed depends on it."""
         try:
             yield
@@ -406,7 +410,9 @@ class RemoteStore:
             if self._closed.is_set():
                 raise
             if not error.retriable:
-                self.untidied = f"{error} Until it can be deleted, what is not kept any more piles up there."
+                self.cleanup_error = (
+                    f"{error} Until it can be deleted, what is not kept any more piles up there."
+                )
 
     def _delete_artifacts(self, version: Version) -> None:
         self._objects.delete([stored.key for stored in self._objects.list(keys.artifacts_of(version))])

@@ -27,18 +27,25 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
-from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
+from tiercheck_sidecar.exchange.streams import (
+    ChunkQueue,
+    ConnectionPool,
+    StreamPool,
+    Take,
+    TooDamaged,
+    stream_count,
+)
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, StockPlace
 
 
 def due(
     kind: Kind,
-    stocks: Mapping[Where, MemoryStock],
+    stocks: Mapping[StockPlace, MemoryStock],
     acknowledged: Mapping[int, MemoryStock],
     copy: Version | None,
     history: History,
@@ -88,7 +95,7 @@ class PushRefused(Exception):
     """The holder refuses the artifact; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
+def push(vault: Vault, seal: Seal, line: ConnectionPool, pace: Portion | None = None) -> bool:
     """Sends `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it.
 
     False: it has no free slot, or not this attempt yet. Raises PushRefused and what `send` raises."""
@@ -98,7 +105,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> b
     return said.state != "busy"
 
 
-def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) -> Say:
+def send(vault: Vault, seal: Seal, line: ConnectionPool, pace: Portion | None, op: str) -> PeerResponse:
     """Offers an own artifact by `op` ("offer", or "fold" into parity), and sends what is missing there.
 
     Returns the last answer. A broken stream continues where it stopped. Every exception closes `line`.
@@ -121,20 +128,23 @@ def send(vault: Vault, seal: Seal, line: Line, pace: Portion | None, op: str) ->
         raise
 
 
-def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> Say:
+def _send(seal: Seal, line: ConnectionPool, file: int, pace: Portion | None, op: str) -> PeerResponse:
     (wire,) = line.wires(1)
     failpoint("before-push")
     artifact, digests = seal.artifact, seal.digests
-    offer = Ask.about(op, artifact, world_size=seal.world_size, digests=digests, tags=seal.tags)
+    offer = PeerRequest.about(op, artifact, world_size=seal.world_size, digests=digests, tags=seal.tags)
     wire.send(offer)
-    said = wire.receive(Say)
+    said = wire.receive(PeerResponse)
     if said.state != "send":
         return said
-    stream, end = Ask.about("chunks", artifact), offer  # folding again returns what is still missing
+    stream, end = PeerRequest.about("chunks", artifact), offer  # folding again returns what is still missing
     if said.transfer:
-        stream, end = Ask("join", transfer=said.transfer), Ask("commit", transfer=said.transfer)
+        stream, end = (
+            PeerRequest("join", transfer=said.transfer),
+            PeerRequest("commit", transfer=said.transfer),
+        )
     chunks = len(digests.values)
-    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+    deal = ChunkQueue(chunks, set(range(chunks)) - set(said.missing))
 
     def send_chunks(wire: Wire, take: Take) -> None:
         """Sends the chunks that `take` assigns to `wire`. Raises WireBroken, TooDamaged."""
@@ -147,17 +157,17 @@ def _send(seal: Seal, line: Line, file: int, pace: Portion | None, op: str) -> S
                 wire.send_chunk(file, index, begin, length, pace, bare=bare)
                 index = take()
             wire.send_end()
-            said = wire.receive(Say)
+            said = wire.receive(PeerResponse)
             if said.state != "ok":
                 raise WireBroken("the chunks were not taken")
             for damaged in said.damaged:
                 deal.ask_again(damaged)
             index = take()
 
-    StreamCrew(line, deal, stream_count(digests, len(deal)), send_chunks).run()
+    StreamPool(line, deal, stream_count(digests, len(deal)), send_chunks).run()
     while True:  # chunks that were reported as damaged after their stream had ended
         wire.send(end)
-        last = wire.receive(Say)
+        last = wire.receive(PeerResponse)
         if last.state not in ("again", "send"):
             return last
         if not deal:  # it lost chunks that it took: offering again shows what it has
@@ -215,7 +225,7 @@ class Lane:
         holder: Peer,
         *,
         due: Callable[[], list[Seal]],
-        bring: Callable[[Seal, Line], bool],
+        bring: Callable[[Seal, ConnectionPool], bool],
         report: Callable[[str], None],
     ) -> None:
         """`due` returns what the holder should get, in the order of sending.
@@ -227,7 +237,9 @@ class Lane:
         self._due, self._bring, self._report = due, bring, report
         self._waits: Backoff[int | None] = Backoff()
 
-    def run(self, line: Line, is_over: Callable[[], bool], before: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, line: ConnectionPool, is_over: Callable[[], bool], before: Callable[[], None] = lambda: None
+    ) -> None:
         """Sends what is due until `is_over`, and calls `before` each time before it determines that."""
         seen = -1
         while not is_over():
@@ -239,7 +251,7 @@ class Lane:
                 # Unrelated changes must not wake this lane again and again meanwhile.
                 self._state.wait_until(is_over, pause)
 
-    def turn(self, line: Line) -> float | None:
+    def turn(self, line: ConnectionPool) -> float | None:
         """Sends the first due artifact. Returns the seconds until the next may be; None: none is due."""
         now, waits = time.monotonic(), self._waits
         candidates = first_of_each_rank(self._due())
@@ -252,7 +264,7 @@ class Lane:
         soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
         return max(0.0, soonest - now)
 
-    def _send(self, seal: Seal, line: Line) -> None:
+    def _send(self, seal: Seal, line: ConnectionPool) -> None:
         """Sends one artifact; the outcome decides whether its rank, or the whole lane, has to wait."""
         now, waits = time.monotonic, self._waits
         try:
@@ -270,7 +282,7 @@ class Lane:
                 self._report(str(error))
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("%s to worker %d: %s", seal, self._holder.worker, error)
-            self._state.peers.doubt(self._holder)
+            self._state.peers.suspect(self._holder)
             if waits.failed(None, now()) >= _PATIENCE:
                 self._report(str(error))
         else:
@@ -294,7 +306,7 @@ class Era:
 class HolderLanes(ABC):
     """Runs a lane for each kind to each holder that the directive names. Thread-safe."""
 
-    says, hope = "takes nothing", "Training goes on"
+    failure_clause, conclusion = "takes nothing", "Training goes on"
     """Parts of the reported problem: a clause about each failing holder, and the last sentence."""
 
     def __init__(
@@ -307,7 +319,7 @@ class HolderLanes(ABC):
         self._era: Era | None = None
         self._has: dict[Peer, Mapping[int, MemoryStock]] = {}
         """Acknowledged artifacts by holder and own rank. Inner mappings are replaced, never changed."""
-        self._telling = threading.Lock()
+        self._publish_lock = threading.Lock()
         """Held until a reason is published, so that two updates cannot be published out of order."""
         self._reasons: dict[tuple[int, Kind], str] = {}
         """The reasons why lanes of the era send nothing, by holder and kind."""
@@ -318,7 +330,7 @@ class HolderLanes(ABC):
     def _era_of(self, directive: Directive) -> Era: ...
 
     @abstractmethod
-    def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
+    def _bring(self, seal: Seal, line: ConnectionPool, pace: Portion, holder: Peer, era: Era) -> bool:
         """Sends one artifact, as `bring` of Lane does."""
 
     def run(self) -> None:
@@ -337,7 +349,7 @@ class HolderLanes(ABC):
         self.bucket.set_rate(directive.policy.peer_bandwidth)
         era, old = self._era_of(directive), self._era
         if era != old:
-            with self._telling:
+            with self._publish_lock:
                 with self._lock:
                     self._era, self._begun = era, set()
                     self._begin(era, old)
@@ -379,13 +391,13 @@ class HolderLanes(ABC):
 
     def report(self, era: Era, holder: Peer, kind: Kind, reason: str) -> None:
         """Publishes why lanes of the era send nothing, as one problem; an empty reason: this one sends."""
-        with self._telling:
+        with self._publish_lock:
             if era != self._era:
                 return
             self._reasons[holder.worker, kind] = reason
             worst = {worker: why for (worker, _), why in self._reasons.items() if why}
-            told = [f"Worker {worker} {self.says}: {why}" for worker, why in sorted(worst.items())]
-            self._state.problem("PeerUnreachable", ". ".join([*told, self.hope]) if told else "")
+            told = [f"Worker {worker} {self.failure_clause}: {why}" for worker, why in sorted(worst.items())]
+            self._state.problem("PeerUnreachable", ". ".join([*told, self.conclusion]) if told else "")
 
     def _begin(self, era: Era, old: Era | None) -> None:
         """Resets what is known of the holders. Called under the lock."""
@@ -399,7 +411,7 @@ class HolderLanes(ABC):
         }
 
     def _serve(self, holder: Peer, kind: Kind, era: Era) -> None:
-        with Line(partial(self._dial, holder, era)) as line:
+        with ConnectionPool(partial(self._dial, holder, era)) as line:
             self.lane(holder, kind, era).run(line, partial(self._is_over, era))
 
     def _dial(self, holder: Peer, era: Era) -> Wire:

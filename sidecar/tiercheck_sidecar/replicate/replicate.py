@@ -19,14 +19,14 @@ from tiercheck.protocol.version import Artifact, History, Kind
 from tiercheck_sidecar.exchange.fetch import list_held
 from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused
-from tiercheck_sidecar.exchange.streams import Line
+from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.replicate.lane import Era, HolderLanes, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
-from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ _REVIEW_EVERY = 5.0
 class Replicator(HolderLanes):
     """Copies artifacts to holders, and records what each holder has acknowledged."""
 
-    says = "does not take copies"
-    hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
+    failure_clause = "does not take copies"
+    conclusion = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
 
     def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         super().__init__(state, vault, identity, port, TokenBucket(None))
@@ -65,10 +65,10 @@ class Replicator(HolderLanes):
                 self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
                 reviewed_at = time.monotonic()
 
-        with Line(partial(self._dial, holder, era)) as line:
+        with ConnectionPool(partial(self._dial, holder, era)) as line:
             lane.run(line, partial(self._is_over, era), review)
 
-    def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
+    def _bring(self, seal: Seal, line: ConnectionPool, pace: Portion, holder: Peer, era: Era) -> bool:
         kept = push(self._vault, seal, line, pace)
         if kept:
             self._acknowledge(holder, seal, era)
@@ -89,7 +89,7 @@ class Replicator(HolderLanes):
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("what worker %d holds: %s", holder.worker, error)
             hang_up()
-            self._state.peers.doubt(holder)
+            self._state.peers.suspect(holder)
             return
         self._forget()  # what it was allowed to free meanwhile does not count as lost
         with self._lock:
@@ -143,6 +143,6 @@ class Replicator(HolderLanes):
 def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:
     """Returns what a holder that follows `verdict` still has of a rank's acknowledged artifacts."""
     place = MemoryPlace(Tier.PEER, acknowledged.snapshots, acknowledged.deltas)
-    for kind, version in expendable(place, history, verdict):
+    for kind, version in freeable(place, history, verdict):
         acknowledged = acknowledged.minus(kind, version)
     return acknowledged

@@ -24,10 +24,10 @@ from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.artifact_source import SourceFailed, TriedInVain
+from tiercheck_sidecar.artifact_source import FetchFailed, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.restore_plan import (
-    Brought,
+    FetchResult,
     Need,
     OutOfReach,
     RestorePlan,
@@ -65,7 +65,7 @@ class RankRestorer:
         self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
         self._places: list[SourceOffer] | None = None
         self._sound: set[Artifact] = set()
-        self._brought: dict[Artifact, Brought] = {}
+        self._brought: dict[Artifact, FetchResult] = {}
         self._failures: list[str] = []
         self._making_room = threading.Lock()
 
@@ -169,7 +169,7 @@ class RankRestorer:
                 brought = self._bring(need.artifact, group, chosen)
             except SourceFailed as error:
                 named = f"{', '.join(map(name_of, group))}: {error}"
-                self._failures += error.reasons if isinstance(error, TriedInVain) else [named]
+                self._failures += error.reasons if isinstance(error, FetchFailed) else [named]
                 for bad in error.bad:
                     self._distrust(bad)
             except (NoFreeSlot, NotASlot, OSError) as error:
@@ -186,7 +186,7 @@ class RankRestorer:
                 return
             self._forget(need.artifact, group)
 
-    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> Brought:
+    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> FetchResult:
         while True:
             try:
                 return self._reach.bring(artifact, group)
@@ -283,7 +283,7 @@ class Restorer:
         began = time.monotonic()
         self._publish(directive, RestoreReport(RestoreState.RUNNING, restore.version))
         if restore.world_size:
-            self._publish(directive, self._look_at_others(directive, restore, began))
+            self._publish(directive, self._check_other_ranks(directive, restore, began))
             return
         with (
             ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="verify") as verifiers,
@@ -307,7 +307,7 @@ class Restorer:
         seconds, stalled = time.monotonic() - began, state.meter.stalled
         self._publish(directive, RestoreReport(outcome, restore.version, ranks, seconds, stalled=stalled))
 
-    def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
+    def _check_other_ranks(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
         """Reports whether this worker's share of other ranks' slots can be read.
         All workers together check the slots of all ranks at once."""
         failures: list[str] = []

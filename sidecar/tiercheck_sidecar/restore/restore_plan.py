@@ -25,7 +25,7 @@ class SourceOffer:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchResult:
     """An artifact that was fetched."""
 
     source: Source

@@ -56,7 +56,7 @@ from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.streams import ask_ahead, receive_header
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
-from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer, name_of
+from tiercheck_sidecar.restore.restore_plan import FetchResult, SourceOffer, name_of
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
 from tiercheck_sidecar.vault.seal import header_fault
 from tiercheck_sidecar.vault.stock import sealed
@@ -157,7 +157,7 @@ Call = Callable[[Source, Callable[[ArtifactSource, BoundedCall], Path], int], Pa
 
 
 @dataclass
-class _Loan:
+class _PartialSlot:
     path: Path
     digests: Digests
     here: set[int] = field(default_factory=set)
@@ -165,14 +165,14 @@ class _Loan:
     """True once its header is here and verified."""
 
 
-class Lender:
+class ShardReader:
     """Opens other ranks' artifacts for the session of one rank. Not thread-safe. `close` releases all."""
 
     def __init__(self, vault: Vault, folder: Path, call: Call) -> None:
         self._vault, self._call = vault, call
         self._folder = folder / uuid.uuid4().hex[:8]
         self._root = folder.parent.parent
-        self._loans: dict[Artifact, _Loan] = {}
+        self._loans: dict[Artifact, _PartialSlot] = {}
         self._pinned = contextlib.ExitStack()
         self._lent: dict[Artifact, Path] = {}
 
@@ -239,7 +239,7 @@ class Lender:
                 self._bring(loan, found, sink, chunks_of(ranges, digests))
             return loan.path
 
-    def _begin(self, loan: _Loan, found: OpenArtifact, sink: ArtifactSink) -> None:
+    def _begin(self, loan: _PartialSlot, found: OpenArtifact, sink: ArtifactSink) -> None:
         """Fetches the header, however long it is, and verifies that it is that of the artifact."""
         digests, end, here = loan.digests, _STATE_WORD, 0
         while end > here:
@@ -260,16 +260,16 @@ class Lender:
         if reason:
             raise SourceCorrupt(reason)
 
-    def _open(self, artifact: Artifact, digests: Digests) -> _Loan:
+    def _open(self, artifact: Artifact, digests: Digests) -> _PartialSlot:
         with folder_beneath(self._root, self._folder.relative_to(self._root).parts, make=True):
             self._folder.chmod(0o755)
         version = artifact.version
         path = self._folder / f"{artifact.rank}-{version.step}-{version.attempt}"
         with open(create_plain(path, self._root), "wb") as file:
             file.truncate(digests.size)
-        return _Loan(path, digests)
+        return _PartialSlot(path, digests)
 
-    def _bring(self, loan: _Loan, found: OpenArtifact, sink: ArtifactSink, wanted: set[int]) -> None:
+    def _bring(self, loan: _PartialSlot, found: OpenArtifact, sink: ArtifactSink, wanted: set[int]) -> None:
         missing = sorted(wanted - loan.here)
         if not missing:
             return
@@ -319,14 +319,14 @@ class RestoreSources:
                     failures.append(f"{name_of(source)}: {describe(error)}")
         return places, failures
 
-    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
         """Fetches from `sources`: either peers, all at once, or one of another kind.
         Raises SourceFailed, NoFreeSlot, NotASlot, OSError."""
         source, rank = sources[0], artifact.rank
         try:
             if source.peer is None:
                 taken = self.call(source, partial(fill_slot, self._vault, artifact), rank)
-                return Brought(source, tuple(taken.bad))
+                return FetchResult(source, tuple(taken.bad))
             peers = [each.peer for each in sources if each.peer is not None]
             done = self._bounded(
                 ", ".join(map(name_of, sources)), partial(self._gather, artifact, peers), rank
@@ -336,7 +336,7 @@ class RestoreSources:
             raise
         givers = set(done.workers) - {each.worker for each in done.bad}
         first = next((each for each in sources if each.peer and each.peer.worker in givers), source)
-        return Brought(first, done.bad)
+        return FetchResult(first, done.bad)
 
     def call(self, source: Source, body: Callable[[ArtifactSource, BoundedCall], T], rank: int) -> T:
         """Returns what `body` reads for `rank` from `source`, while data arrives.
@@ -348,20 +348,20 @@ class RestoreSources:
 
         return self._bounded(name_of(source), reach, rank)
 
-    def open(self, source: Source, *, tell: bool = True) -> ArtifactSource:
+    def open(self, source: Source, *, report_bad: bool = True) -> ArtifactSource:
         """Opens `source` for reading; the caller closes it. Raises SourceFailed if it names nothing.
         The flag decides whether other workers are informed of parts that prove bad."""
         if source.parity is not None:
-            return ParitySource(source.parity, len(self._vault.ranks), self.connect, tell=tell)
+            return ParitySource(source.parity, len(self._vault.ranks), self.connect, report_bad=report_bad)
         if source.peer is not None:
             return PeerSource(source.peer, self.connect)
         if source.tier is Tier.PEER:
             raise SourceFailed("the source names no worker")
         return self._remote if source.tier is Tier.REMOTE else OwnMemory(self._vault)
 
-    def lender(self) -> Lender:
+    def lender(self) -> ShardReader:
         """Returns a lender for a rank that is restored on another mesh. The caller closes it."""
-        return Lender(self._vault, self._state.config.vault_dir / FOLDER, self.call)
+        return ShardReader(self._vault, self._state.config.vault_dir / FOLDER, self.call)
 
     def _gather(self, artifact: Artifact, peers: Sequence[Peer], call: BoundedCall) -> Fetched:
         def dial_to(peer: Peer) -> Dial:

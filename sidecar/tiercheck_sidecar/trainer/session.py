@@ -42,7 +42,7 @@ from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
 from tiercheck_sidecar.artifact_source import SourceFailed
 from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.sources import Lender
+from tiercheck_sidecar.restore.sources import ShardReader
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
 
@@ -151,7 +151,7 @@ class RankSession:
         connection: socket.socket,
         hello: Hello,
         *,
-        lender: Lender,
+        lender: ShardReader,
     ) -> None:
         self._state, self._vault, self._submit = state, vault, submit
         self._connection, self._hello = connection, hello

@@ -94,7 +94,7 @@ _BEHIND = 10
 """The nice value that gives about a tenth of the CPU time of a normal busy thread."""
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lowers this thread's priority below that of this process's others."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)

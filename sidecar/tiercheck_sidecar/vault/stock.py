@@ -26,7 +26,7 @@ from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
 
 @dataclass(frozen=True)
-class Where:
+class StockPlace:
     """The name of a place: own slots of a rank, a holder's slots for it, or its blocks of a parity lane."""
 
     tier: Tier
@@ -87,8 +87,8 @@ class MemoryStock:
 NOTHING = MemoryStock()
 
 
-def where(seal: Seal) -> Where:
-    return Where(seal.tier, seal.rank, seal.share)
+def where(seal: Seal) -> StockPlace:
+    return StockPlace(seal.tier, seal.rank, seal.share)
 
 
 def by_rank(artifacts: Iterable[Artifact]) -> dict[int, MemoryStock]:
@@ -104,15 +104,15 @@ class HeldStock:
 
     def __init__(self) -> None:
         self._seals: list[Seal] = []
-        self._places: dict[Where, MemoryStock] = {}
-        self._told: tuple[tuple[Seal, ...], Mapping[Where, MemoryStock]] | None = None
+        self._places: dict[StockPlace, MemoryStock] = {}
+        self._cached_views: tuple[tuple[Seal, ...], Mapping[StockPlace, MemoryStock]] | None = None
 
     def add(self, seal: Seal) -> None:
         """Adds the seal of an artifact or block that is held."""
         insort(self._seals, seal, key=_age)
         place = where(seal)
         self._places[place] = self._places.get(place, NOTHING).plus(seal.kind, seal.version)
-        self._told = None
+        self._cached_views = None
 
     def remove(self, seal: Seal) -> None:
         """Removes this seal; another slot may hold the same artifact."""
@@ -126,20 +126,20 @@ class HeldStock:
             if left.snapshots or left.deltas:
                 self._places[place] = left
         del self._seals[found]
-        self._told = None
+        self._cached_views = None
 
     def seals(self) -> tuple[Seal, ...]:
         """Returns all seals, oldest first."""
-        return self._tell()[0]
+        return self._views()[0]
 
-    def places(self) -> Mapping[Where, MemoryStock]:
+    def places(self) -> Mapping[StockPlace, MemoryStock]:
         """Returns the stock of each place that has any."""
-        return self._tell()[1]
+        return self._views()[1]
 
-    def _tell(self) -> tuple[tuple[Seal, ...], Mapping[Where, MemoryStock]]:
-        if self._told is None:
-            self._told = tuple(self._seals), MappingProxyType(dict(self._places))
-        return self._told
+    def _views(self) -> tuple[tuple[Seal, ...], Mapping[StockPlace, MemoryStock]]:
+        if self._cached_views is None:
+            self._cached_views = tuple(self._seals), MappingProxyType(dict(self._places))
+        return self._cached_views
 
 
 def _age(seal: Seal) -> tuple[int, int, int, str, bool]:

@@ -36,8 +36,8 @@ from tiercheck_sidecar.vault.slots import (
     SlotDraft,
     SlotState,
     create,
+    lower_priority,
     remove,
-    step_back,
     tear,
     touch_on_node,
 )
@@ -46,7 +46,7 @@ from tiercheck_sidecar.vault.stock import (
     SLOT_SUFFIX,
     HeldStock,
     MemoryStock,
-    Where,
+    StockPlace,
     fault,
     take_inventory,
     where,
@@ -123,18 +123,18 @@ class Vault:
         with self._lock:
             return self._stock.seals()
 
-    def stocks(self) -> Mapping[Where, MemoryStock]:
+    def stocks(self) -> Mapping[StockPlace, MemoryStock]:
         """Returns the versions of all that is held, by place."""
         with self._lock:
             return self._stock.places()
 
     def own_stock(self, rank: int) -> MemoryStock:
         """Returns the versions in own slots of a rank."""
-        return self.stocks().get(Where(Tier.LOCAL, rank), NOTHING)
+        return self.stocks().get(StockPlace(Tier.LOCAL, rank), NOTHING)
 
     def own_artifacts(self, rank: int) -> dict[Artifact, int]:
         """Returns the artifacts in own slots of a rank, with their sizes in bytes."""
-        place = Where(Tier.LOCAL, rank)
+        place = StockPlace(Tier.LOCAL, rank)
         return {seal.artifact: seal.digests.size for seal in self.held() if where(seal) == place}
 
     def find(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> Seal | None:
@@ -296,7 +296,7 @@ class Vault:
         if hands == 1:
             self._grow(*kinds)
         elif hands:
-            with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
+            with ThreadPoolExecutor(hands, "prepare", initializer=lower_priority) as pool:
                 for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
                     done.result()
 

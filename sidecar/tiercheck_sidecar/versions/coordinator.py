@@ -19,15 +19,22 @@ from tiercheck.protocol.version import Manifest, RankArtifact, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Cadence, Needs, TierVerdict, decide
-from tiercheck_sidecar.versions.tally import Tally, WorkerWord, find_objection
+from tiercheck_sidecar.versions.report_updates import (
+    ReportInterner,
+    ReportUpdate,
+    TierAnswer,
+    UpdateRejected,
+    heartbeat,
+    min_report_interval,
+)
+from tiercheck_sidecar.versions.tally import RankTable, WorkerState, validate_report
 from tiercheck_sidecar.versions.watermark import (
-    TierStanding,
+    WatermarkState,
+    compute_watermarks,
     is_hopeless,
-    judge,
     next_upload,
     workers_present,
 )
-from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +42,7 @@ _MOMENT = 0.02
 """Seconds. Batches updates that arrive together."""
 _MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
 """Bytes of one update, and values in it: enough to describe thousands of copies one by one."""
-_MORE_CALLERS, _UNTOLD = 64, 4000
+_EXTRA_CLIENTS, _WORKERS_BEFORE_DIRECTIVE = 64, 4000
 """The number of connections beyond the workers' own, and of workers assumed before a directive."""
 _LOOK_EVERY = 60.0
 """Seconds. The worker number changes only with a directive, which wakes all loops at once."""
@@ -65,7 +72,7 @@ class Caller:
     """Ends the connection, from any thread."""
     is_asking: bool = False
     """True while an update from it waits in the inbox."""
-    word: WorkerWord | None = None
+    word: WorkerState | None = None
     """The last report accepted on this connection, to which the next difference applies."""
     number: int = 0
     """The number of that report."""
@@ -84,15 +91,15 @@ class Coordinator:
         self._attempt = 0
         self._placement = ""
         self._uploading: Version | None = None
-        self._vocabulary = Vocabulary()
-        self._tally = Tally()
-        self._words: dict[int, WorkerWord] = {}
+        self._vocabulary = ReportInterner()
+        self._tally = RankTable()
+        self._words: dict[int, WorkerState] = {}
         """The report of each worker that is in the tally."""
         self._heard: dict[int, float] = {}
         """The time of each worker's last valid report, even if it is of another placement."""
         self._final: set[int] = set()
         self._done: set[int] = set()
-        self._standing = TierStanding()
+        self._standing = WatermarkState()
         self._needs: dict[int, Needs] = {}
         """The sizes of each rank.
         They outlive attempts, so a new attempt has its cadence before its ranks reserve."""
@@ -143,8 +150,8 @@ class Coordinator:
         connect before the first directive, which gives their number.
         """
         directive = self._state.directive
-        there = directive.workers if directive is not None else _UNTOLD
-        return 2 * there + _MORE_CALLERS if self._state.config.worker == 0 else 0
+        there = directive.workers if directive is not None else _WORKERS_BEFORE_DIRECTIVE
+        return 2 * there + _EXTRA_CLIENTS if self._state.config.worker == 0 else 0
 
     def connect(self, caller: Caller) -> None:
         """Registers a connection, which may send updates from then on."""
@@ -160,7 +167,7 @@ class Coordinator:
             self._new.pop(caller, None)
 
     def post(self, caller: Caller, text: bytes) -> None:
-        """Queues a `TierNews` for the next batch. Raises Malformed if the last one is unanswered.
+        """Queues a `ReportUpdate` for the next batch. Raises Malformed if the last one is unanswered.
         It takes no lock while others are queued, because the caller must not be kept waiting."""
         if caller.is_asking:
             raise Malformed("the answer to the last one has not come yet")
@@ -171,11 +178,11 @@ class Coordinator:
             with self._lock:
                 self._dirty.notify_all()
 
-    def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
+    def handle_update(self, caller: Caller, text: bytes) -> TierAnswer:
         """Applies an update from a connected sidecar, and returns the answer."""
         base, caller.word, number = caller.word, None, 0
         try:
-            news = decode(text, TierNews, _MOST_NEWS, _MOST_VALUES)
+            news = decode(text, ReportUpdate, _MOST_NEWS, _MOST_VALUES)
             number = news.number
             if news.base and (base is None or news.base != caller.number):
                 return TierAnswer(number, "the difference is to something else", whole=True)
@@ -193,7 +200,7 @@ class Coordinator:
                     newest.cut()
                 upload = self._verdict.upload if self._verdict else None
                 answer = TierAnswer(number, upload=upload, received=self._received(word))
-        except (DoubtfulNews, Malformed) as error:
+        except (UpdateRejected, Malformed) as error:
             return TierAnswer(number, f"it is not understood: {error}", whole=base is not None)
         except NotNow as error:
             return TierAnswer(number, str(error))
@@ -215,14 +222,14 @@ class Coordinator:
             self._for_all = TierAnswer(verdict=verdict)
         return self._for_all
 
-    def _received(self, word: WorkerWord | None) -> tuple[int, ...]:
+    def _received(self, word: WorkerState | None) -> tuple[int, ...]:
         upload = self._verdict.upload if self._verdict else None
         if upload is None or word is None:
             return ()
         there = self._on_record.get(upload, ())
         return tuple(rank for rank in word.own if rank in there)
 
-    def _hear(self, word: WorkerWord) -> None:
+    def _hear(self, word: WorkerState) -> None:
         """Checks and accepts a report, under the lock. Raises NotNow."""
         directive, head = self._state.directive, word.head
         if self._state.config.worker != 0:
@@ -234,7 +241,7 @@ class Coordinator:
         if late:
             raise NotNow(late)
         self._enter(directive)
-        wrong = find_objection(word, directive, self._words.get(head.worker))
+        wrong = validate_report(word, directive, self._words.get(head.worker))
         if wrong:
             self._refuse(head.worker, wrong)
             raise NotNow(f"the report is refused: {wrong}")
@@ -243,7 +250,7 @@ class Coordinator:
         if not self._has_post:
             self._dirty.notify_all()
 
-    def _take(self, word: WorkerWord, directive: Directive) -> None:
+    def _take(self, word: WorkerState, directive: Directive) -> None:
         """Records a valid report. Raises NotNow if it is of another placement."""
         # A worker with refused reports is not waited for at the end.
         self._heard[word.head.worker] = self._clock()
@@ -252,9 +259,9 @@ class Coordinator:
         self._merge(word)
         self._is_dirty = True
         if self._verdict is None or len(self._tally.ranks) <= directive.procs_per_worker:
-            self._reckon(directive)
+            self._recompute(directive)
 
-    def _merge(self, word: WorkerWord) -> None:
+    def _merge(self, word: WorkerState) -> None:
         worker = word.head.worker
         known, self._words[worker] = self._words.get(worker), word
         (self._final.add if word.head.final else self._final.discard)(worker)
@@ -285,7 +292,7 @@ class Coordinator:
         self._artifacts[rank] = artifact
         self._on_record.setdefault(artifact.version, set()).add(rank)
 
-    def _reckon(self, directive: Directive) -> None:
+    def _recompute(self, directive: Directive) -> None:
         """Recomputes the verdict.
         An error leaves it as it was, because the end of this thread would end the sidecar."""
         try:
@@ -355,20 +362,20 @@ class Coordinator:
                     lambda: self._has_post or self._is_dirty or self._state.stopping, timeout=1.0
                 )
             self._state.wait_until(lambda: False, _MOMENT)  # batches updates of other sidecars
-            answers = self._hear_all()
+            answers = self._drain_inbox()
             verdict = self.news()
             self.deliver(self._to_send(answers))
             if verdict is not None:
                 self.announced(verdict)
-            self._state.wait_until(lambda: False, pace(len(self._callers)) / 2)
+            self._state.wait_until(lambda: False, min_report_interval(len(self._callers)) / 2)
 
-    def _hear_all(self) -> dict[Caller, TierAnswer]:
+    def _drain_inbox(self) -> dict[Caller, TierAnswer]:
         """Applies all queued updates, and returns the answers."""
         self._has_post, answers = False, {}
         for _ in range(len(self._inbox)):
             caller, text = self._inbox.popleft()
             caller.is_asking = False
-            answers[caller] = self.hear_news(caller, text)
+            answers[caller] = self.handle_update(caller, text)
         return answers
 
     def _to_send(self, answers: dict[Caller, TierAnswer]) -> list[tuple[Caller, list[TierAnswer]]]:
@@ -387,7 +394,7 @@ class Coordinator:
             if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
                 return None
             self._enter(directive)
-            self._reckon(directive)
+            self._recompute(directive)
             news = None if self._verdict == self._told else self._verdict
         self._tell_refusals()
         return news
@@ -420,20 +427,20 @@ class Coordinator:
         if same and directive.placement == self._placement:
             return
         self._attempt, self._placement = directive.attempt, directive.placement
-        self._tally, self._words, self._verdict = Tally(), {}, None
+        self._tally, self._words, self._verdict = RankTable(), {}, None
         self._refused = {}
         if same:
             # The new holders have to be filled first, and reports under the old placement do not count.
             self._final = set(self._done)  # these may have ended, and add nothing under any placement
-            self._standing = TierStanding(snapshot=self._standing.snapshot)
+            self._standing = WatermarkState(snapshot=self._standing.snapshot)
             return
         self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
-        self._standing, self._uploading = TierStanding(), None
+        self._standing, self._uploading = WatermarkState(), None
         self._artifacts, self._on_record = {}, {}
 
     def _judge(self, directive: Directive) -> None:
         world = directive.workers * directive.procs_per_worker
-        self._standing, verdict = judge(
+        self._standing, verdict = compute_watermarks(
             world, self._tally, directive.history, self._standing, directive.policy.prove_steps
         )
         stored = [version for version in self._stored or () if directive.history.accepts(version)]

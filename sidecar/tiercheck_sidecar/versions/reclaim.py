@@ -20,7 +20,7 @@ from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, 
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.vault.stock import MemoryStock, Where, where
+from tiercheck_sidecar.vault.stock import MemoryStock, StockPlace, where
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> b
     return named is not None and named not in snapshots and len(snapshots) >= HOSTED_SLOTS
 
 
-def expendable(
+def freeable(
     place: MemoryPlace, history: History, verdict: TierVerdict | None, owed: Version | None = None
 ) -> frozenset[tuple[Kind, Version]]:
     """Returns the artifacts of `place` that may be freed in attempt `history.attempt`.
@@ -138,7 +138,7 @@ def _base(
     return chain.base if chain else None
 
 
-Gone = tuple[Where, Kind, Version]
+Gone = tuple[StockPlace, Kind, Version]
 """An artifact to be freed, and its place."""
 Hosted = tuple[set[int], set[Share]]
 """Ranks and parity lanes of other workers that are kept here."""
@@ -153,7 +153,7 @@ class Reclaimer:
         self._wanted: tuple[Directive, Hosted] | None = None
         """The last directive, and what it assigns to this worker to keep for others."""
         self._word: tuple[Directive | None, TierVerdict | None, Sizing | None] = None, None, None
-        self._judged: dict[Where, tuple[MemoryStock, frozenset[tuple[Kind, Version]]]] = {}
+        self._judged: dict[StockPlace, tuple[MemoryStock, frozenset[tuple[Kind, Version]]]] = {}
         """The artifacts that `_word` allows to be freed from each place, and the stock that they are of."""
 
     def run(self) -> None:
@@ -237,14 +237,19 @@ class Reclaimer:
         self._vault.trim()
 
     def _expendable(
-        self, name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
+        self,
+        name: StockPlace,
+        stock: MemoryStock,
+        directive: Directive,
+        verdict: TierVerdict | None,
+        plan: Sizing,
     ) -> frozenset[tuple[Kind, Version]]:
         """Returns what may be freed from one place; only these arguments decide it."""
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
         hosted = self._wanted_by(directive)
         place = _place(name, stock, directive, verdict, plan, hosted=hosted)
-        return expendable(place, directive.history, verdict, owed if mine else None)
+        return freeable(place, directive.history, verdict, owed if mine else None)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """Returns what must not be freed yet.
@@ -260,12 +265,12 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        left_out = self._state.plan_to_free(frozenset(doomed))
+        left_out = self._state.propose_release(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 
 def _place(
-    name: Where,
+    name: StockPlace,
     stock: MemoryStock,
     directive: Directive,
     verdict: TierVerdict | None,

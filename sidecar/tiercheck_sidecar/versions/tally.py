@@ -52,33 +52,33 @@ class HeldCopies:
     """Versions that can be rebuilt from them."""
 
 
-class Shared(Generic[T]):
+class Interned(Generic[T]):
     """A decoded value that all equal reports share. Equal only to itself."""
 
     def __init__(self, text: bytes, value: T, wrong: str = "", many: int = 0) -> None:
         self.text, self.value, self.wrong, self.many = text, value, wrong, many
         """The JSON, its value, why it cannot be true (a clause), and the number of versions in it."""
-        self._shapes: dict[tuple[bool, tuple[Version, ...]], RankShape] = {}
+        self._shapes: dict[tuple[bool, tuple[Version, ...]], RankState] = {}
 
-    def shape(self: Shared[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankShape:
+    def shape(self: Interned[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankState:
         """Returns the shape of ranks with these holdings."""
         found = self._shapes.get((guarded, uploaded))
         if found is None:
-            found = self._shapes[guarded, uploaded] = RankShape(self, guarded, uploaded)
+            found = self._shapes[guarded, uploaded] = RankState(self, guarded, uploaded)
         return found
 
 
 @dataclass(frozen=True, eq=False)
-class RankShape:
+class RankState:
     """Everything about a rank that counts for the job's versions. Equal only to itself."""
 
-    held: Shared[RankHoldings]
+    held: Interned[RankHoldings]
     guarded: bool
     """True if other workers keep copies or parity of it."""
     uploaded: tuple[Version, ...]
 
 
-CopyGroup = tuple[tuple[tuple[int, ...], ...], Shared[HeldCopies]]
+CopyGroup = tuple[tuple[tuple[int, ...], ...], Interned[HeldCopies]]
 """Ranks (each alone, or several coded together), and the copies kept of each."""
 
 
@@ -112,29 +112,29 @@ class RankOwn:
 
 
 @dataclass(frozen=True)
-class WorkerWord:
+class WorkerState:
     """The complete report of a worker. Never changed once made."""
 
     head: WorkerHead
     own: Mapping[int, RankOwn]
-    shapes: Mapping[int, RankShape]
+    shapes: Mapping[int, RankState]
     """The shapes of the same ranks."""
     copies: tuple[CopyGroup, ...]
 
 
-class Tally:
+class RankTable:
     """Holds the newest reports of all workers, and counts equal ones. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._shapes: dict[RankShape, int] = {}
+        self._shapes: dict[RankState, int] = {}
         """The number of ranks of each shape. Reading `shapes` removes those without any."""
-        self._ranks: dict[int, RankShape] = {}
+        self._ranks: dict[int, RankState] = {}
         self._copies: dict[int, tuple[CopyGroup, ...]] = {}
-        self._kept: Counter[Shared[HeldCopies]] = Counter()
+        self._kept: Counter[Interned[HeldCopies]] = Counter()
         self._complete = 0
         """All ranks below this number are known."""
 
-    def put(self, word: WorkerWord) -> None:
+    def put(self, word: WorkerState) -> None:
         """Replaces the report of its worker. Ranks that it does not name stay as they were."""
         ranks, shapes = self._ranks, self._shapes
         for rank, shape in word.shapes.items():
@@ -160,12 +160,12 @@ class Tally:
                 del self._kept[shared]
 
     @property
-    def ranks(self) -> Mapping[int, RankShape]:
+    def ranks(self) -> Mapping[int, RankState]:
         """Returns the shape of each known rank."""
         return self._ranks
 
     @property
-    def shapes(self) -> list[RankShape]:
+    def shapes(self) -> list[RankState]:
         """Returns the different shapes of all ranks."""
         self._shapes = {shape: count for shape, count in self._shapes.items() if count}
         return list(self._shapes)
@@ -181,7 +181,7 @@ class Tally:
             self._complete = world_size if all(map(self._ranks.__contains__, range(world_size))) else 0
         return self._complete >= world_size
 
-    def all_have_copies(self, shapes: Collection[RankShape], enough: Callable[[HeldCopies], bool]) -> bool:
+    def all_have_copies(self, shapes: Collection[RankState], enough: Callable[[HeldCopies], bool]) -> bool:
         """Returns whether some worker keeps `enough` of every rank of these shapes."""
         if not shapes:
             return True
@@ -196,10 +196,10 @@ class Tally:
         }
         return all(rank in found for rank, shape in self._ranks.items() if shape in these)
 
-    def kept_of_each(self, shapes: Collection[RankShape]) -> set[frozenset[Shared[HeldCopies]]]:
+    def kept_of_each(self, shapes: Collection[RankState]) -> set[frozenset[Interned[HeldCopies]]]:
         """Returns the copies kept of each rank of these shapes; equal sets once."""
-        found: dict[int, frozenset[Shared[HeldCopies]]] = {}
-        nothing: frozenset[Shared[HeldCopies]] = frozenset()
+        found: dict[int, frozenset[Interned[HeldCopies]]] = {}
+        nothing: frozenset[Interned[HeldCopies]] = frozenset()
         for groups in self._copies.values():
             for of, shared in groups:
                 for ranks in of:
@@ -219,17 +219,17 @@ _MOST = 2**53
 _NO_VERSIONS = "it names versions that cannot be"
 
 
-def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
+def validate_report(word: WorkerState, directive: Directive, base: WorkerState | None = None) -> str:
     """Returns why the report cannot be true, as a clause; empty if it can.
     `base`, of the same attempt, is valid, so what it shares with the report is not checked again."""
     procs, head = directive.procs_per_worker, word.head
     if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
     if base is None or base.own is not word.own:
-        wrong = _senseless(word, range(head.worker * procs, (head.worker + 1) * procs), base)
+        wrong = _validate_ranks(word, range(head.worker * procs, (head.worker + 1) * procs), base)
         if wrong:
             return wrong
-    shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
+    shared: list[Interned[Any]] = [shape.held for shape in word.shapes.values()]
     # Copies may be of ranks that the job had before it became smaller: it continues from those.
     copies = word.copies if base is None or base.copies is not word.copies else ()
     if any(not 0 <= rank < _MOST_RANKS for of, _ in copies for ranks in of for rank in ranks):
@@ -244,7 +244,7 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
     return f"it has {many} versions" if many > _MOST_VERSIONS * procs else ""
 
 
-def _senseless(word: WorkerWord, own: range, base: WorkerWord | None) -> str:
+def _validate_ranks(word: WorkerState, own: range, base: WorkerState | None) -> str:
     for rank, each in word.own.items():
         if base is not None and base.own.get(rank) is each:
             continue
@@ -261,7 +261,7 @@ def _senseless(word: WorkerWord, own: range, base: WorkerWord | None) -> str:
     return ""
 
 
-def objection_to_holdings(held: RankHoldings | HeldCopies) -> str:
+def validate_holdings(held: RankHoldings | HeldCopies) -> str:
     """Returns why no rank can have these holdings, as a clause; empty if one can."""
     named = _named(held)
     if len(named) > _MOST_NAMED:

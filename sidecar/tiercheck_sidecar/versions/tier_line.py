@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 from tiercheck.protocol import names
 from tiercheck.protocol.names import endpoint
-from tiercheck.protocol.report import Break
+from tiercheck.protocol.report import ConnectionFailure
 from tiercheck.supervised import begin
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.frames import PeerSilent, wire_error
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.versions.words import TierAnswer
+from tiercheck_sidecar.versions.report_updates import TierAnswer
 
 PATH, PROTOCOL = "/v1/tiers", "tiercheck-tiers"
 _LENGTH = 4
@@ -42,7 +42,7 @@ _CONNECT_PATIENCE = 10.0
 class CallFailed(Exception):
     """A call with no answer or a refusal; the message is a sentence."""
 
-    def __init__(self, message: str, how: Break | None = None) -> None:
+    def __init__(self, message: str, how: ConnectionFailure | None = None) -> None:
         """Keeps in `how` why there was no answer; None: there was one."""
         super().__init__(message)
         self.how = how
@@ -80,7 +80,7 @@ def framed(text: bytes) -> bytes:
     return len(text).to_bytes(_LENGTH, "big") + text
 
 
-class TierLine:
+class CoordinatorClient:
     """Calls the coordinator, and connects when needed. One thread sends, another one receives."""
 
     def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
@@ -121,12 +121,14 @@ class TierLine:
         self._late += 1
         if self._late >= _MOST_LATE:
             raise self._failed(TimeoutError("no answer in time"))
-        raise AnswerLate(f"{self.host}: no answer in time", Break.SILENT)
+        raise AnswerLate(f"{self.host}: no answer in time", ConnectionFailure.SILENT)
 
     def _failed(self, error: Exception) -> CallFailed:
         self.close()
         silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
-        return CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED)
+        return CallFailed(
+            f"{self.host}: {error}", ConnectionFailure.SILENT if silent else ConnectionFailure.REFUSED
+        )
 
     @property
     def is_open(self) -> bool:

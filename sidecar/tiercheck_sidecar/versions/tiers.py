@@ -9,25 +9,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.report import Break
+from tiercheck.protocol.report import ConnectionFailure
 from tiercheck.protocol.version import Artifact, Kind, RankArtifact, Version
 from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict, intersect
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
-from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerWord
-from tiercheck_sidecar.versions.tier_line import AnswerLate, CallFailed, TierLine
-from tiercheck_sidecar.versions.watermark import WorkerEnd, is_final, owes_nothing
-from tiercheck_sidecar.versions.words import (
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, StockPlace
+from tiercheck_sidecar.versions.report_updates import (
+    ReportInterner,
     TierAnswer,
-    Vocabulary,
     difference,
     heartbeat,
     is_urgent,
-    pace,
-    patience,
+    min_report_interval,
+    upload_report_interval,
 )
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerState
+from tiercheck_sidecar.versions.tier_line import AnswerLate, CallFailed, CoordinatorClient
+from tiercheck_sidecar.versions.watermark import WorkerEnd, is_final, owes_nothing
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +49,19 @@ class TierClient:
         self, state: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
     ) -> None:
         self._state, self._vault, self._acknowledged, self._uploaded = state, vault, acknowledged, uploaded
-        self._line: TierLine | None = None
-        self._vocabulary = Vocabulary()
-        self._base: WorkerWord | None = None
+        self._line: CoordinatorClient | None = None
+        self._vocabulary = ReportInterner()
+        self._base: WorkerState | None = None
         """The last report that the coordinator accepted on this connection, and its number."""
         self._number = 0
-        self._unanswered: WorkerWord | None = None
+        self._unanswered: WorkerState | None = None
         """The last report that was sent, while its answer may still come."""
         self._following = threading.Lock()
         self._verdict: TierVerdict | None = None
         self._upload: Version | None = None
         self._received: tuple[int, ...] = ()
         """The newest verdict, and for this worker the upload and the own ranks of it on record."""
-        self._taken: WorkerWord | None = None
+        self._taken: WorkerState | None = None
         """The last report that the coordinator accepted; None after a failed call."""
         self._failing_since: float | None = None
 
@@ -76,8 +76,12 @@ class TierClient:
                 now = time.monotonic()
                 due = now - sent_at >= longest
                 news = word != self._taken
-                if news and now - spoke_at < patience(workers) and not is_urgent(word, self._taken):
-                    news, longest = False, patience(workers)
+                if (
+                    news
+                    and now - spoke_at < upload_report_interval(workers)
+                    and not is_urgent(word, self._taken)
+                ):
+                    news, longest = False, upload_report_interval(workers)
                 if news or due or self._state.verdict is None:
                     spoke_at = now
                     taken = self._tell(directive, word)
@@ -85,7 +89,7 @@ class TierClient:
                     if word.head.final:
                         self._state.bump()
             seen = self._state.wait(seen, longest)
-            rest = spoke_at + pace(workers) - time.monotonic()
+            rest = spoke_at + min_report_interval(workers) - time.monotonic()
             self._state.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:
@@ -102,19 +106,19 @@ class TierClient:
             unanswered=unanswered,
         )
 
-    def gather(self, directive: Directive) -> WorkerWord:
+    def gather(self, directive: Directive) -> WorkerState:
         """Returns the current report.
         It reads in the order in which versions move (reached, unfinished, local), so that none is missed."""
         with self._state.lock:
             reached, verdict = dict(self._state.reached), self._state.verdict
-            leaving = self._state.report_leaving()
+            leaving = self._state.artifacts_to_omit()
         head, unfinished, here = self._look(directive)
         history = directive.history
         acknowledged = self._acknowledged(directive)
         holders = tuple(sorted(worker for worker, _ in acknowledged))
         ranks = []
         for rank in self._vault.ranks:
-            own = here.get(Where(Tier.LOCAL, rank), NOTHING)
+            own = here.get(StockPlace(Tier.LOCAL, rank), NOTHING)
             at_holders = _at_holders(directive, acknowledged, rank)
             copied = [set(stock.snapshots) for stock in at_holders]
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
@@ -140,14 +144,14 @@ class TierClient:
         )
         return self._vocabulary.word(head, ranks, copies)
 
-    def _look(self, directive: Directive) -> tuple[WorkerHead, set[Artifact], dict[Where, MemoryStock]]:
+    def _look(self, directive: Directive) -> tuple[WorkerHead, set[Artifact], dict[StockPlace, MemoryStock]]:
         """Returns this worker's state, what is being written, and what is accepted in each place."""
         with self._state.lock:
             trainer, ending = self._state.trainer.report.state, self._state.ending
             stored = self._state.remote.versions
         history, unfinished = directive.history, self._vault.unfinished()
         here = {place: stock.accepted(history) for place, stock in self._vault.stocks().items()}
-        own = [here.get(Where(Tier.LOCAL, rank), NOTHING).snapshots for rank in self._vault.ranks]
+        own = [here.get(StockPlace(Tier.LOCAL, rank), NOTHING).snapshots for rank in self._vault.ranks]
         final = is_final(directive, trainer, ending, unfinished)
         newest, last = [max(each, default=None) for each in own], filter(history.accepts, stored)
         done = final and owes_nothing(newest, max(last, default=None))
@@ -164,17 +168,17 @@ class TierClient:
         takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
-    def _tell(self, directive: Directive, word: WorkerWord) -> bool:
+    def _tell(self, directive: Directive, word: WorkerState) -> bool:
         # At the end the controller may name no coordinator, because its pod has ended according to
         # Kubernetes.
         host = directive.coordinator.host or (self._line.host if self._line else "")
         if not host:
-            self._saw(directive, Break.REFUSED)
+            self._saw(directive, ConnectionFailure.REFUSED)
             return False
         if self._line is None or self._line.host != host:
             if self._line is not None:
                 self._line.close()
-            self._line = TierLine(self._state.config, host, self._follow)
+            self._line = CoordinatorClient(self._state.config, host, self._follow)
             self._base = self._unanswered = None
         try:
             self._say(self._line, word)
@@ -190,7 +194,7 @@ class TierClient:
         self._state.leave_out(frozenset(left_out))
         return True
 
-    def _say(self, line: TierLine, word: WorkerWord) -> None:
+    def _say(self, line: CoordinatorClient, word: WorkerState) -> None:
         """Sends a difference, or the full report if that is required. Raises CallFailed."""
         if not line.is_open:
             self._base = self._unanswered = None
@@ -227,7 +231,7 @@ class TierClient:
             same = not mine or mine == verdict.received
             self._state.follow(verdict if same else dataclasses.replace(verdict, received=mine))
 
-    def _saw(self, directive: Directive, how: Break | None) -> None:
+    def _saw(self, directive: Directive, how: ConnectionFailure | None) -> None:
         """Records the outcome of a call, which counts as a heartbeat.
         The coordinator gets no others, because they would be too many."""
         self._failing_since = None if how is None else self._failing_since or time.monotonic()

@@ -20,11 +20,11 @@ from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import TrainerState, Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.tier_verdict import Span, TierVerdict, intersect, newest, unite
-from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
+from tiercheck_sidecar.versions.tally import RankHoldings, RankState, RankTable
 
 
 @dataclass(frozen=True)
-class TierStanding:
+class WatermarkState:
     """The newest versions found complete in one attempt.
 
     They only rise, so a sidecar that restarts and has to gather its acknowledgements again never makes a
@@ -43,9 +43,9 @@ class TierStanding:
     """The same as `TierVerdict.backed`."""
 
 
-def judge(
-    world_size: int, tally: Tally, history: History, before: TierStanding, prove_steps: int = 0
-) -> tuple[TierStanding, TierVerdict]:
+def compute_watermarks(
+    world_size: int, tally: RankTable, history: History, before: WatermarkState, prove_steps: int = 0
+) -> tuple[WatermarkState, TierVerdict]:
     """Computes watermarks, floor, abandoned snapshots and the snapshot to copy.
 
     `remote`, `upload` and `cadence` are not decided here. Until every rank has reported, `before` stands.
@@ -58,7 +58,7 @@ def judge(
     snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in every), history))
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
-    standing = TierStanding(
+    standing = WatermarkState(
         local=_later(before.local, newest(intersect(tiers.local for tiers in every), history)),
         peer=_later(before.peer, newest(intersect(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
@@ -77,7 +77,7 @@ def judge(
 
 
 def _verdict(
-    history: History, standing: TierStanding, shapes: Collection[RankShape], prove_steps: int
+    history: History, standing: WatermarkState, shapes: Collection[RankState], prove_steps: int
 ) -> TierVerdict:
     floor = standing.local
     if any(shape.guarded for shape in shapes):
@@ -103,7 +103,7 @@ def _next_copy(
     return snapshot
 
 
-def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[Version, ...]:
+def _abandoned(tally: RankTable, history: History, standing: WatermarkState) -> tuple[Version, ...]:
     """Returns snapshots that some rank passed without keeping, or that a newer complete one overtook.
 
     Never what was once found complete: the other tiers exist for a rank that lost its own memory of that. The
@@ -133,7 +133,7 @@ def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[
     )
 
 
-def _backed(tally: Tally, history: History, before: Version | None) -> Version | None:
+def _backed(tally: RankTable, history: History, before: Version | None) -> Version | None:
     """Returns the newest version that can be rebuilt for every rank from a holder, even a former one.
 
     What an earlier attempt completed stays until this one has completed as much. Once named it stays: a
@@ -146,7 +146,7 @@ def _backed(tally: Tally, history: History, before: Version | None) -> Version |
     return before if stays else newest(common, history)
 
 
-def _is_lost(version: Version | None, tally: Tally) -> bool:
+def _is_lost(version: Version | None, tally: RankTable) -> bool:
     """Returns whether some rank can restore it neither from its own memory nor from any copy."""
     if version is None:
         return False
@@ -182,9 +182,9 @@ def _passed(tiers: RankHoldings, version: Version, complete: Version | None) -> 
 
 
 def next_upload(
-    standing: TierStanding,
+    standing: WatermarkState,
     history: History,
-    shapes: Collection[RankShape],
+    shapes: Collection[RankState],
     *,
     stored: Iterable[Version],
     every: int,
@@ -209,7 +209,7 @@ def next_upload(
     return mark if passed or finishing else None
 
 
-def can_upload(shape: RankShape, version: Version) -> bool:
+def can_upload(shape: RankState, version: Version) -> bool:
     """Returns whether the rank can upload the version or has done so."""
     return version in shape.held.value.snapshots or version in shape.uploaded
 
@@ -284,7 +284,7 @@ def workers_present(quiet: Mapping[int, float], interval: float) -> set[int]:
 
 
 def is_hopeless(
-    upload: Version, world: int, ranks: Mapping[int, RankShape], uploaded: Collection[int]
+    upload: Version, world: int, ranks: Mapping[int, RankState], uploaded: Collection[int]
 ) -> bool:
     """Returns whether some rank will never upload `upload` if no worker adds anything.
     `ranks`: those of present workers."""

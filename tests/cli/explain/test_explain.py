@@ -72,8 +72,8 @@ def test_all_recoveries_that_the_status_keeps_are_known_newest_first() -> None:
 
 def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
     (found,) = answers("rack=rack-1")
-    assert found.comeback.farthest is Tier.PEER
-    assert (found.comeback.step, found.lost_steps) == (12479, 1)
+    assert found.resume_point.farthest is Tier.PEER
+    assert (found.resume_point.step, found.lost_steps) == (12479, 1)
     assert found.from_whom == {1: (0,), 5: (4,)}
     time = found.without_training
     assert (time.measured, time.source) == (True, "as after NodeLost in attempt 5")
@@ -108,8 +108,8 @@ def test_domains_of_one_name_are_told_apart_by_their_paths() -> None:
 
 def test_a_worker_and_its_only_holder_at_once_need_the_remote_tier() -> None:
     (found,) = answers("node=node-0", "worker=1")
-    assert found.comeback.farthest is Tier.REMOTE
-    assert (found.comeback.step, found.lost_steps) == (12000, 480)
+    assert found.resume_point.farthest is Tier.REMOTE
+    assert (found.resume_point.step, found.lost_steps) == (12000, 480)
     assert found.loss.name == "node node-0 and worker 1"
 
 
@@ -117,7 +117,7 @@ def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
     job = recorded.job()
     del job["status"]["tiers"]["remote"]
     (found,) = answers("zone=zone-a", job=job)
-    assert found.comeback.farthest is None
+    assert found.resume_point.farthest is None
     shown = rendered(what_if_screen([found], layout_of(FakeCluster(), job)), 80)
     assert "back to    the beginning" in shown
     assert "12480 steps" in shown
@@ -125,7 +125,7 @@ def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
 
 def test_a_crash_costs_no_step() -> None:
     (found,) = answers("crash")
-    assert (found.comeback.farthest, found.lost_steps) == (Tier.LOCAL, 0)
+    assert (found.resume_point.farthest, found.lost_steps) == (Tier.LOCAL, 0)
 
 
 NEVER = {"recovery": {"inProcess": "Never"}}
@@ -181,7 +181,7 @@ def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> 
     layout = plan_layout(read_job(str(EXAMPLES / "parity.yaml")), made_up_nodes("4x4"))
     state = held_steps(layout, None)
     found = [answer(loss, layout, state) for loss in losses(["rack"], layout)]
-    assert {entry.comeback.farthest for entry in found} == {Tier.PEER}
+    assert {entry.resume_point.farthest for entry in found} == {Tier.PEER}
     matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
     (one,) = losses(["rack=rack-2"], layout)
     assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, state)], layout), 80)

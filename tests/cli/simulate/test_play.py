@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, example, racks
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.explain.what_if import Comeback, HeldSteps, find_comeback
+from tiercheck_cli.explain.what_if import HeldSteps, ResumePoint, find_resume_point
 from tiercheck_cli.simulate.play import SCRATCH, JobLife, Run, Simulation, Survival, exact_ettr, play
 from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
@@ -39,16 +39,16 @@ def simulate(scenario: Scenario, *, days: float, runs: int = 20, seed: int = 0) 
     return play(scenario, days=days, runs=runs, seed=seed)
 
 
-def comeback(scenario: Scenario, lost: Collection[int] = (), step: int = 125) -> Comeback:
+def comeback(scenario: Scenario, lost: Collection[int] = (), step: int = 125) -> ResumePoint:
     """From the loss of these workers, after `step`."""
     saving = scenario.saving
     held = {Tier.LOCAL: saving.local(step), Tier.PEER: saving.peer(step)}
     if saving.remote_every is not None:
         held[Tier.REMOTE] = saving.remote(step)
-    return find_comeback(scenario.placement, HeldSteps(step, held, scenario.step_seconds), lost)
+    return find_resume_point(scenario.placement, HeldSteps(step, held, scenario.step_seconds), lost)
 
 
-def losses_of(scenario: Scenario, level: str) -> dict[str, Comeback]:
+def losses_of(scenario: Scenario, level: str) -> dict[str, ResumePoint]:
     """What the loss of each domain of that level would lead to."""
     return {domain: comeback(scenario, workers) for domain, workers in scenario.domains(level).items()}
 
@@ -72,23 +72,23 @@ def first_order_ettr(failures_per_second: float, interval: float, overhead: floa
 
 
 def test_a_crash_costs_no_step_with_deltas() -> None:
-    assert comeback(job(2, 2), step=120) == Comeback(120, {Tier.LOCAL: (0, 1, 2, 3)})
+    assert comeback(job(2, 2), step=120) == ResumePoint(120, {Tier.LOCAL: (0, 1, 2, 3)})
 
 
 def test_a_lost_rack_comes_back_from_the_other_one() -> None:
     found = comeback(job(2, 2), lost=[0, 1], step=100)
-    assert found == Comeback(99, {Tier.LOCAL: (2, 3), Tier.PEER: (0, 1)})
+    assert found == ResumePoint(99, {Tier.LOCAL: (2, 3), Tier.PEER: (0, 1)})
 
 
 def test_workers_that_keep_each_others_copies_need_the_remote_tier() -> None:
     scenario = job(2, 2, saving=Saving(remote_every=50))
     assert scenario.placement.holders[0] == (2,)
-    assert comeback(scenario, lost=[0, 2], step=120) == Comeback(100, {Tier.REMOTE: (0, 1, 2, 3)})
+    assert comeback(scenario, lost=[0, 2], step=120) == ResumePoint(100, {Tier.REMOTE: (0, 1, 2, 3)})
 
 
 def test_without_a_remote_tier_that_loss_is_the_end() -> None:
     found = comeback(job(2, 2), lost=[0, 2], step=120)
-    assert (found, found.farthest) == (Comeback(0, {}), None)
+    assert (found, found.farthest) == (ResumePoint(0, {}), None)
 
 
 def test_parity_brings_back_one_lost_rack() -> None:

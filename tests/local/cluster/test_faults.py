@@ -14,7 +14,7 @@ import pytest
 
 from tests.local.cluster.bench import Bench, PodBuilder, condition
 from tiercheck_local import markers
-from tiercheck_local.cluster import LocalCluster, NothingToHit
+from tiercheck_local.cluster import LocalCluster, TargetNotFound
 from tiercheck_local.nodespec import RACK, NodeSpec
 from tiercheck_local.running import wait_for
 from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure
@@ -134,7 +134,7 @@ def test_rack_dies_as_a_whole(bench: Bench) -> None:
         bench.faults.revive_node(node)
     for node in ("node-0", "node-1"):
         usable(bench, node)
-    with pytest.raises(NothingToHit, match=f"{RACK}=rack-9"):
+    with pytest.raises(TargetNotFound, match=f"{RACK}=rack-9"):
         bench.faults.kill_rack("rack-9")
 
 
@@ -207,11 +207,11 @@ def test_container_killed_for_memory_says_so_and_starts_again(bench: Bench) -> N
 def test_fault_without_target_says_so(bench: Bench) -> None:
     name = bench.run(PodBuilder().runs("exit 0"))
     bench.phase(name, "Succeeded")
-    with pytest.raises(NothingToHit, match=name):
+    with pytest.raises(TargetNotFound, match=name):
         bench.faults.kill_container_process(name, "main")
     with pytest.raises(ApiFailure, match="not found"):
         bench.faults.evict_pod("no-such-pod")
-    with pytest.raises(NothingToHit, match="sealed"):
+    with pytest.raises(TargetNotFound, match="sealed"):
         bench.faults.flip_bit(name, rank=0)
 
 

@@ -16,7 +16,13 @@ from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
 from tiercheck_local.apiserver.http.requests import json_patch
 from tiercheck_operator.attach.injection import Attachment, attached_job, job_name
-from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
+from tiercheck_operator.attach.owners import (
+    Owner,
+    Unattachable,
+    count_workers,
+    find_owner,
+    find_worker_identity,
+)
 from tiercheck_operator.attach.webhook import Admission, difference
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import ApiFailure
@@ -360,7 +366,7 @@ def test_owner_of_the_same_name_that_came_later_is_another_one() -> None:
     later = shapes.job()
     later["metadata"]["uid"] = "another"
     with pytest.raises(Unattachable, match="is not the one that made the pod"):
-        find_seat(shapes.job_pod(0), owner, later)
+        find_worker_identity(shapes.job_pod(0), owner, later)
 
 
 async def test_pod_of_an_owner_that_was_scaled_up_waits_with_a_launcher_and_does_not_fail_without_one() -> (

@@ -26,8 +26,8 @@ from tiercheck.protocol import names
 from tiercheck_local.apiserver.http.requests import json_patch
 from tiercheck_local.markers import free_ports
 from tiercheck_operator.attach import webhook
-from tiercheck_operator.attach.trust import Trust, renew_when_due
-from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Doors, Webhook
+from tiercheck_operator.attach.trust import CertificateManager, renew_when_due
+from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Webhook, WebhookListener
 from tiercheck_operator.config import Config, WebhookConfig
 from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
@@ -53,9 +53,9 @@ def authorities(cluster: ApiModel) -> bytes:
 
 def trust(
     cluster: ApiModel, *hosts: str, issuer: str = "", deployment: tuple[str, str] | None = None
-) -> Trust:
+) -> CertificateManager:
     secret, known_by = ("tiercheck-system", "tls"), hosts or ("127.0.0.1",)
-    return Trust(cluster, WebhookConfig("", 0, secret, "attach", known_by, issuer), deployment)
+    return CertificateManager(cluster, WebhookConfig("", 0, secret, "attach", known_by, issuer), deployment)
 
 
 async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> None:
@@ -229,7 +229,7 @@ class House:
         self.heard: list[int] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.doors = Doors(server_tls(pair, folder), self._handle, patience)
+        self.doors = WebhookListener(server_tls(pair, folder), self._handle, patience)
 
     async def _handle(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         self.heard.append(len(body))
@@ -349,7 +349,7 @@ async def test_connections_of_one_address_are_few_and_room_is_free_again_when_th
         with pytest.raises((ConnectionError, ssl.SSLError)):
             await house.dial()
         held[0][1].close()
-        await until_turn(lambda: house.doors._guests().total() < 3)
+        await until_turn(lambda: house.doors._connection_counts().total() < 3)
         assert b"200" in await house.post(b"x")
         for streams in held[1:]:
             streams[1].close()

@@ -12,7 +12,7 @@ from tests.operator.kubelet_words import made_by
 from tests.operator.world_in_memory import REMOTE, TEMPLATE, World, make_spec, trained
 from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.api_server import ApiFailure
-from tiercheck_operator.kubernetes.owned_objects import Belongings, pod_groups
+from tiercheck_operator.kubernetes.owned_objects import OwnedObjects, pod_groups
 from tiercheck_operator.manifests.owned import GANGS, build_gang
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.actions import CreatePod
@@ -352,7 +352,7 @@ def test_gang_of_a_suspended_job_is_made_anew_because_its_size_may_change() -> N
 async def test_why_there_is_no_gang_is_told_with_what_to_do(failure: ApiFailure, said: str) -> None:
     raw = queued_job()
     raw["spec"]["gang"] = {"scheduler": "Volcano"}
-    belongings = Belongings(ApiModel(POST=failure))
+    belongings = OwnedObjects(ApiModel(POST=failure))
     await belongings.ensure_gang(parse_job(raw))
     assert not belongings.have_gang
     assert said in belongings.gang_problem
@@ -365,13 +365,13 @@ async def test_gang_of_another_size_is_made_anew_and_a_strangers_is_left_alone()
     small = build_gang(replace(job, spec=replace(job.spec, workers=2)))
     path = pod_groups("Volcano").path("ns", "j")
     server = ApiModel({path: small})
-    belongings = Belongings(server)
+    belongings = OwnedObjects(server)
     await belongings.ensure_gang(job)
     await belongings.ensure_gang(job)
     assert belongings.have_gang
     assert server.objects[path]["spec"]["minMember"] == 4
     server = ApiModel({path: {"metadata": {"name": "j"}, "spec": {}}})
-    belongings = Belongings(server)
+    belongings = OwnedObjects(server)
     await belongings.ensure_gang(job)
     assert "not this job's" in belongings.gang_problem
     assert path in server.objects

@@ -17,7 +17,7 @@ from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_t
 from tests.operator.world_in_memory import TEMPLATE, trained
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
+from tiercheck_operator.controller.reconciler import JobLoop, ReconcilerContext, find_unwelcome
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.object_reader import Access
@@ -81,8 +81,8 @@ class Silent:
 
 def surroundings(
     kube: Kube, pods: Iterable[PodView] = (), gone: Callable[[str], object] = lambda uid: None
-) -> Surroundings:
-    return Surroundings(
+) -> ReconcilerContext:
+    return ReconcilerContext(
         lambda *_: pods, dict, kube, Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
     )
 
@@ -160,12 +160,12 @@ async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_to
 
     around = replace(surroundings(StandIn(raw), [pod]), owner_size=read, clock=lambda: now)
     loop, job = JobLoop(raw, around), parse_job(raw)
-    await loop._look_at_owner(job)
+    await loop._read_owner_size(job)
     now += 10.0
-    await loop._look_at_owner(job)
+    await loop._read_owner_size(job)
     assert (loop._owner_size, sizes) == (1, [1])
     now += 10.0
-    await loop._look_at_owner(job)
+    await loop._read_owner_size(job)
     assert sizes == [1], "while both are the same it is read once a minute"
 
 

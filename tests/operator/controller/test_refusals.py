@@ -19,7 +19,7 @@ from tiercheck_operator.controller.execute import Executor, RefusalMemory
 from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.events import EventPoster
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import OwnedObjects
 from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_pod
@@ -31,7 +31,7 @@ def refusing(status: int = 403) -> ApiModel:
 
 
 def executor(server: ApiModel) -> Executor:
-    return Executor(server, Config(), Belongings(server))
+    return Executor(server, Config(), OwnedObjects(server))
 
 
 async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> None:
@@ -278,7 +278,7 @@ async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_aft
     monkeypatch.setattr(kube, "patch", refuse)
     with pytest.raises(ApiFailure):
         await loop._reconcile()
-    await loop._tell_removed()
+    await loop._report_deletions()
     told = [(event["involvedObject"]["kind"], event["message"]) for event in kube.events]
     assert told == [
         ("TierCheckJob", "deleted pod j-0-0: the job is suspended"),

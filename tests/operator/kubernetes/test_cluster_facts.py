@@ -17,9 +17,9 @@ from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kubernetes.api_server import ApiFailure
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.owned_objects import (
-    Belongings,
     ClusterIdentity,
     NodeLeases,
+    OwnedObjects,
     TopologySource,
 )
 from tiercheck_operator.model import conditions
@@ -154,7 +154,7 @@ async def make(
     world = World()
     job = world.observe().job
     job = replace(job, spec=replace(job.spec, remote=remote))
-    executor = Executor(server, Config(), Belongings(server), identity)
+    executor = Executor(server, Config(), OwnedObjects(server), identity)
     await executor.run(job, [CreatePod(0, 0, ()), CreateSpare(0, ())], None)
 
 

@@ -60,7 +60,7 @@ class Replica:
     def round(self, now: float) -> None:
         self.time = now
         self.elector.look()
-        self.elector._tell()
+        self.elector._notify_if_changed()
 
     def leads(self, now: float) -> bool:
         self.time = now

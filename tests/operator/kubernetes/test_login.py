@@ -34,13 +34,13 @@ from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.object_reader import (
     Access,
     WatchSession,
+    cut_too_deep,
+    estimate_memory,
     log_in,
-    most_of,
+    max_object_memory,
     read_answer,
     read_event,
     read_object,
-    weigh,
-    without_depth,
 )
 from tiercheck_operator.manifests.owned import Credentials, build_secret, parse_secret
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job, parse_pod
@@ -278,7 +278,7 @@ def test_secret_that_is_none_of_ours_is_refused() -> None:
 
 
 MIB = 2**20
-MOST = most_of("/apis/tiercheck.io/v1alpha1/tiercheckjobs")
+MOST = max_object_memory("/apis/tiercheck.io/v1alpha1/tiercheckjobs")
 BRACKETS = {
     "objects": "[" + ",".join(["{}"] * 466_000) + "]",
     "objects with a key": "[" + ",".join(['{"a":1}'] * 170_000) + "]",
@@ -327,7 +327,7 @@ def test_one_object_that_is_too_much_spoils_no_list_and_no_event(kind: str) -> N
 def test_large_definition_of_another_kind_is_read_by_the_framework_as_it_is() -> None:
     """It asks for the group of each, and there are some with tens of thousands of values."""
     raw = {"metadata": {"name": "rays"}, "spec": {"group": "ray.io", "versions": [{"a": {}}] * 40_000}}
-    most = most_of("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+    most = max_object_memory("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
     assert read_object(json.dumps(raw).encode(), most) == raw
     raw["spec"]["schema"] = json.loads("[" * 300 + "]" * 300)
     assert read_object(json.dumps(raw).encode(), most)["spec"]["group"] == "ray.io"
@@ -351,7 +351,7 @@ def test_who_wrote_which_field_and_long_annotations_cost_nothing() -> None:
 def test_texts_weigh_at_least_what_they_take_and_are_read_as_they_are(value: Any) -> None:
     raw = {"metadata": {"uid": "u"}, "spec": {"value": value}}
     text = json.dumps(raw).encode()
-    assert without_depth(text) == text
+    assert cut_too_deep(text) == text
     assert read_object(text, MOST) == raw
 
 
@@ -365,7 +365,7 @@ def test_nothing_takes_more_than_it_weighs(kind: str) -> None:
         taken = tracemalloc.get_traced_memory()[0]
         assert peak() >= taken
     assert kept
-    assert taken < weigh(text) + MIB // 10
+    assert taken < estimate_memory(text) + MIB // 10
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure, Ap
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
-    Hearing,
     Resync,
     Watched,
     WatchedKind,
+    WatchHealth,
     date_pod,
     stuck,
 )
@@ -69,7 +69,7 @@ def test_older_news_than_what_is_known_changes_nothing() -> None:
 
 
 def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace() -> None:
-    hearing, watched = Hearing("Pod", grace=30), Watched[str]()
+    hearing, watched = WatchHealth("Pod", grace=30), Watched[str]()
     hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=100.0)
     assert not hearing.complete
     assert hearing.trouble(120.0) == ""
@@ -82,14 +82,14 @@ def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace
 
 
 def test_watch_that_was_late_is_well_again_after_the_next_comparison() -> None:
-    hearing, watched = Hearing("Pod", grace=30), Watched[str]()
+    hearing, watched = WatchHealth("Pod", grace=30), Watched[str]()
     hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=0.0)
     hearing.compared(watched.compare(watched.uids(), {})[1], now=40.0)
     assert hearing.trouble(40.0) == ""
 
 
 def test_operator_that_can_list_nothing_for_minutes_is_not_well() -> None:
-    hearing = Hearing("Pod", grace=60)
+    hearing = WatchHealth("Pod", grace=60)
     assert hearing.trouble(1000.0) == "", "it has just begun"
     hearing.compared({}, now=1100.0)
     assert hearing.trouble(1400.0) == ""

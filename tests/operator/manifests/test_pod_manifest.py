@@ -18,7 +18,7 @@ from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
-from tiercheck_operator.model.spelling import parse_duration, parse_quantity
+from tiercheck_operator.model.serialization import parse_duration, parse_quantity
 
 ALLOWED_VOLUMES = {
     *(

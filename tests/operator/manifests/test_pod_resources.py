@@ -17,14 +17,14 @@ from tests.operator.attach import attach_shapes as shapes
 from tests.operator.manifests.test_pod_manifest import container, make_job, with_pod
 from tiercheck.protocol import names
 from tiercheck_operator.attach.injection import attached_job, attachment_of, inject
-from tiercheck_operator.attach.owners import Unattachable, find_owner, find_seat
+from tiercheck_operator.attach.owners import Unattachable, find_owner, find_worker_identity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import JobView, Observation
-from tiercheck_operator.model.spelling import parse_amount
+from tiercheck_operator.model.serialization import parse_amount
 
 Object = dict[str, Any]
 OURS = (names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CONTAINER)
@@ -229,7 +229,7 @@ def test_memory_of_the_node_is_not_the_sidecars_to_be_measured_against() -> None
 
 def attached(pod: Object, **policy: Any) -> Object:
     owner = shapes.job(4)
-    seat = find_seat(pod, find_owner(pod), owner)
+    seat = find_worker_identity(pod, find_owner(pod), owner)
     spec = {**shapes.POLICY["spec"], **policy}
     attachment = attachment_of(pod, find_owner(pod), seat, "careful", None)
     return inject(pod, attachment, seat, attached_job("ml", attachment, spec), Config(sidecar_image="s:1"))

@@ -137,8 +137,8 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
 @pytest.mark.parametrize(
     ("status", "state", "restarting"),
     [
-        (kubelet_words.not_made(), ContainerState.UNBORN, False),
-        (kubelet_words.not_made(reason="ImagePullBackOff"), ContainerState.UNBORN, False),
+        (kubelet_words.not_made(), ContainerState.NOT_STARTED, False),
+        (kubelet_words.not_made(reason="ImagePullBackOff"), ContainerState.NOT_STARTED, False),
         (kubelet_words.starting(5), ContainerState.STARTING, False),
         (kubelet_words.up(5), ContainerState.UP, False),
         (kubelet_words.ended(5), ContainerState.ENDED, True),

@@ -7,25 +7,35 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_operator.planning.suspicion import Accusation, Limits, Training, Witness, suspects
+from tiercheck_operator.planning.suspicion import (
+    Limits,
+    PodEvidence,
+    Training,
+    UnreachableReport,
+    find_suspected_pods,
+)
 
 LIMITS = Limits(accused=2, suspect=10, silent=60, isolated=30)
 
 
-def pods(count: int, per_node: int = 1) -> list[Witness]:
-    return [Witness(f"p{index}", f"n{index // per_node}") for index in range(count)]
+def pods(count: int, per_node: int = 1) -> list[PodEvidence]:
+    return [PodEvidence(f"p{index}", f"n{index // per_node}") for index in range(count)]
 
 
-def accusing(witness: Witness, *named: str, seconds: float = 5.0, host_silent: bool = True) -> Witness:
-    return replace(witness, accuses=tuple(Accusation(name, seconds, host_silent) for name in named))
+def accusing(
+    witness: PodEvidence, *named: str, seconds: float = 5.0, host_silent: bool = True
+) -> PodEvidence:
+    return replace(
+        witness, unreachable_peers=tuple(UnreachableReport(name, seconds, host_silent) for name in named)
+    )
 
 
 def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
     a, b, c = pods(3)
     seen = [accusing(a, "p2"), b, replace(c, silent=3.0)]
-    found = suspects(seen, LIMITS)
+    found = find_suspected_pods(seen, LIMITS)
     assert set(found) == {"p2"}
-    assert found["p2"].accusers == ("p0",)
+    assert found["p2"].reporters == ("p0",)
     assert found["p2"].host_silent
 
 
@@ -33,9 +43,11 @@ def test_peers_silence_counts_once_it_has_lasted_as_long_as_ours_must() -> None:
     """A sidecar says so at once, so that both may wait at the same time."""
     a, b, c = pods(3)
     late = accusing(a, "p2", seconds=1.9)
-    assert suspects([late, b, replace(c, silent=3.0)], LIMITS) == {}
-    assert suspects([late, b, replace(c, silent=59.0)], LIMITS) == {}
-    assert set(suspects([accusing(a, "p2", seconds=2.1), b, replace(c, silent=2.1)], LIMITS)) == {"p2"}
+    assert find_suspected_pods([late, b, replace(c, silent=3.0)], LIMITS) == {}
+    assert find_suspected_pods([late, b, replace(c, silent=59.0)], LIMITS) == {}
+    assert set(find_suspected_pods([accusing(a, "p2", seconds=2.1), b, replace(c, silent=2.1)], LIMITS)) == {
+        "p2"
+    }
 
 
 def test_nodes_that_fail_together_are_given_up_together() -> None:
@@ -43,71 +55,78 @@ def test_nodes_that_fail_together_are_given_up_together() -> None:
     a, b, c, d = pods(4)
     first = accusing(a, "p2")
     asked = replace(d, heard=6.0)
-    assert suspects([first, b, replace(c, silent=3.0), asked], LIMITS) == {}, "p3 has not answered since"
-    both = accusing(a, "p2", "p3")
-    assert set(suspects([both, b, replace(c, silent=3.0), replace(d, silent=2.5)], LIMITS)) == {"p2", "p3"}
-    assert set(suspects([first, b, replace(c, silent=3.0), replace(d, heard=0.9)], LIMITS)) == {"p2"}, (
-        "it has answered since"
+    assert find_suspected_pods([first, b, replace(c, silent=3.0), asked], LIMITS) == {}, (
+        "p3 has not answered since"
     )
-    assert suspects([first, b, replace(c, silent=3.0), replace(d, heard=1.1)], LIMITS) == {}, (
+    both = accusing(a, "p2", "p3")
+    assert set(find_suspected_pods([both, b, replace(c, silent=3.0), replace(d, silent=2.5)], LIMITS)) == {
+        "p2",
+        "p3",
+    }
+    assert set(find_suspected_pods([first, b, replace(c, silent=3.0), replace(d, heard=0.9)], LIMITS)) == {
+        "p2"
+    }, "it has answered since"
+    assert find_suspected_pods([first, b, replace(c, silent=3.0), replace(d, heard=1.1)], LIMITS) == {}, (
         "it answered when p2 was silent already, and may have fallen silent a moment later"
     )
-    assert set(suspects([first, b, replace(c, silent=7.0), asked], LIMITS)) == {"p2"}, "not for ever"
+    assert set(find_suspected_pods([first, b, replace(c, silent=7.0), asked], LIMITS)) == {"p2"}, (
+        "not for ever"
+    )
 
 
 def test_silence_alone_takes_a_minute_and_broken_training_shortens_it() -> None:
     a, b = pods(2)
-    assert suspects([a, replace(b, silent=59.0)], LIMITS) == {}
-    assert set(suspects([a, replace(b, silent=61.0)], LIMITS)) == {"p1"}
-    assert set(suspects([replace(a, failed=True), replace(b, silent=11.0)], LIMITS)) == {"p1"}
+    assert find_suspected_pods([a, replace(b, silent=59.0)], LIMITS) == {}
+    assert set(find_suspected_pods([a, replace(b, silent=61.0)], LIMITS)) == {"p1"}
+    assert set(find_suspected_pods([replace(a, failed=True), replace(b, silent=11.0)], LIMITS)) == {"p1"}
 
 
 def test_sidecar_that_is_closed_is_given_the_time_to_start_again() -> None:
     a, b = pods(2)
     seen = [accusing(a, "p1", host_silent=False), replace(b, silent=9.0)]
-    assert suspects(seen, LIMITS) == {}
+    assert find_suspected_pods(seen, LIMITS) == {}
     seen[1] = replace(b, silent=11.0)
-    found = suspects(seen, LIMITS)
+    found = find_suspected_pods(seen, LIMITS)
     assert set(found) == {"p1"}
     assert not found["p1"].host_silent
 
 
 def test_one_confused_peer_moves_nobody_who_answers() -> None:
     a, b, c, d = pods(4)
-    assert suspects([accusing(a, "p1", "p2", "p3", seconds=1e6), b, c, d], LIMITS) == {}
+    assert find_suspected_pods([accusing(a, "p1", "p2", "p3", seconds=1e6), b, c, d], LIMITS) == {}
 
 
 def test_accusations_of_the_silent_do_not_count() -> None:
     a, b, c = pods(3)
     seen = [replace(accusing(a, "p1"), silent=3.0), replace(b, silent=3.0), c]
-    assert suspects(seen, LIMITS) == {}
+    assert find_suspected_pods(seen, LIMITS) == {}
 
 
 def test_late_answer_between_others_hides_no_node_that_is_cut_off() -> None:
     seen = pods(6, per_node=2)
     seen[2] = accusing(seen[2], "p0", seconds=40)
     seen[4] = accusing(seen[4], "p1", seconds=40)
-    found = suspects(seen, LIMITS)
+    found = find_suspected_pods(seen, LIMITS)
     seen[3] = accusing(seen[3], "p5", seconds=0.4)
-    assert suspects(seen, LIMITS) == found != {}
+    assert find_suspected_pods(seen, LIMITS) == found != {}
 
 
 def test_node_that_no_other_node_reaches_is_given_up_with_all_its_pods() -> None:
     seen = pods(6, per_node=2)
     seen[2] = accusing(seen[2], "p0", seconds=40)
     seen[4] = accusing(seen[4], "p1", seconds=40)
-    found = suspects(seen, LIMITS)
+    found = find_suspected_pods(seen, LIMITS)
     assert set(found) == {"p0", "p1"}
     assert all(suspicion.answers for suspicion in found.values())
     seen[4] = accusing(seen[4], "p1", seconds=20)
-    assert suspects(seen, LIMITS) == {}, "it may pass"
+    assert find_suspected_pods(seen, LIMITS) == {}, "it may pass"
 
 
 def test_node_is_believed_about_its_own_isolation_only_if_another_one_agrees() -> None:
     a, b, c, d = pods(4)
     alone = accusing(a, "p1", "p2", seconds=40)
-    assert suspects([alone, b, c, d], LIMITS) == {}
-    assert set(suspects([alone, accusing(b, "p0", seconds=40), c, d], LIMITS)) == {"p0"}
+    assert find_suspected_pods([alone, b, c, d], LIMITS) == {}
+    assert set(find_suspected_pods([alone, accusing(b, "p0", seconds=40), c, d], LIMITS)) == {"p0"}
 
 
 def test_network_that_falls_apart_in_the_middle_gives_up_nobody() -> None:
@@ -119,7 +138,7 @@ def test_network_that_falls_apart_in_the_middle_gives_up_nobody() -> None:
         accusing(c, "p0", "p1", **far),
         accusing(d, "p0", "p1", **far),
     ]
-    assert suspects(seen, LIMITS) == {}
+    assert find_suspected_pods(seen, LIMITS) == {}
 
 
 def test_side_that_we_cannot_hear_is_the_only_one_given_up() -> None:
@@ -128,59 +147,67 @@ def test_side_that_we_cannot_hear_is_the_only_one_given_up() -> None:
         accusing(a, "p2", "p3"), accusing(b, "p2", "p3"),
         replace(accusing(c, "p0", "p1"), silent=3.0), replace(accusing(d, "p0", "p1"), silent=3.0),
     ]  # fmt: skip
-    assert set(suspects(seen, LIMITS)) == {"p2", "p3"}
+    assert set(find_suspected_pods(seen, LIMITS)) == {"p2", "p3"}
 
 
 def test_most_of_a_job_is_not_given_up_in_seconds() -> None:
     a, b, c = pods(3)
     seen = [accusing(a, "p1", "p2"), replace(b, silent=30.0), replace(c, silent=30.0)]
-    assert suspects(seen, LIMITS) == {}
-    assert set(suspects([seen[0], replace(b, silent=61.0), replace(c, silent=61.0)], LIMITS)) == {"p1", "p2"}
+    assert find_suspected_pods(seen, LIMITS) == {}
+    assert set(find_suspected_pods([seen[0], replace(b, silent=61.0), replace(c, silent=61.0)], LIMITS)) == {
+        "p1",
+        "p2",
+    }
 
 
 def test_host_that_takes_our_connection_is_not_dead_however_long_its_sidecar_has_no_time_for_peers() -> None:
     a, b, c = pods(3)
     seen = [accusing(a, "p2"), b, replace(c, silent=8.0, host_answers=True)]
-    assert suspects(seen, LIMITS) == {}, "a busy node"
-    assert set(suspects([*seen[:2], replace(seen[2], silent=11.0)], LIMITS)) == {"p2"}
+    assert find_suspected_pods(seen, LIMITS) == {}, "a busy node"
+    assert set(find_suspected_pods([*seen[:2], replace(seen[2], silent=11.0)], LIMITS)) == {"p2"}
 
 
 def test_step_of_training_vouches_for_all_who_take_part() -> None:
     a, b, c = pods(3)
     seen = [accusing(a, "p2"), b, replace(c, silent=1e6)]
-    assert suspects(seen, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
-    found = suspects(seen, LIMITS, Training(stepped=3.0, pace=1.0))
+    assert find_suspected_pods(seen, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
+    found = find_suspected_pods(seen, LIMITS, Training(stepped=3.0, pace=1.0))
     assert found["p2"].seconds == 3.0, "since the last step"
     seen[2] = replace(seen[2], takes_part=False)
-    assert set(suspects(seen, LIMITS, Training(stepped=1.0, pace=1.0))) == {"p2"}
+    assert set(find_suspected_pods(seen, LIMITS, Training(stepped=1.0, pace=1.0))) == {"p2"}
 
 
 def test_steps_that_take_long_are_given_the_time_where_nothing_else_is_known() -> None:
     a, b = pods(2)
     slow = Training(stepped=70.0, pace=40.0)
-    assert suspects([a, replace(b, silent=1e6)], LIMITS, slow) == {}
-    assert suspects([accusing(a, "p1", host_silent=False), replace(b, silent=1e6)], LIMITS, slow) == {}
-    assert set(suspects([accusing(a, "p1"), replace(b, silent=1e6)], LIMITS, slow)) == {"p1"}
+    assert find_suspected_pods([a, replace(b, silent=1e6)], LIMITS, slow) == {}
+    assert (
+        find_suspected_pods([accusing(a, "p1", host_silent=False), replace(b, silent=1e6)], LIMITS, slow)
+        == {}
+    )
+    assert set(find_suspected_pods([accusing(a, "p1"), replace(b, silent=1e6)], LIMITS, slow)) == {"p1"}
 
 
 def test_sidecar_that_its_kubelet_starts_again_is_waited_for() -> None:
     a, b = pods(2)
     closed = accusing(a, "p1", host_silent=False)
     for held in (300.0, 10.0, 0.0, -1e6):
-        assert suspects([closed, replace(b, silent=1e6, held=held)], LIMITS) == {}, "nothing waits for it"
+        assert find_suspected_pods([closed, replace(b, silent=1e6, held=held)], LIMITS) == {}, (
+            "nothing waits for it"
+        )
     waits = Training(waits=True)
     for held, given_up in ((300.0, True), (31.0, True), (29.0, False), (-149.0, False), (-151.0, True)):
         seen = [closed, replace(b, silent=1e6, held=held)]
-        assert bool(suspects(seen, LIMITS, waits)) is given_up
+        assert bool(find_suspected_pods(seen, LIMITS, waits)) is given_up
         seen[0] = replace(a, failed=True)
-        assert bool(suspects(seen, LIMITS)) is given_up
-    assert set(suspects([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {"p1"}, (
-        "its host died"
-    )
+        assert bool(find_suspected_pods(seen, LIMITS)) is given_up
+    assert set(find_suspected_pods([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {
+        "p1"
+    }, "its host died"
 
 
 @st.composite
-def sights(draw: st.DrawFn) -> list[Witness]:
+def sights(draw: st.DrawFn) -> list[PodEvidence]:
     """Any job, any silence, any accusations."""
     count = draw(st.integers(1, 8))
     per_node = draw(st.integers(1, 3))
@@ -188,13 +215,20 @@ def sights(draw: st.DrawFn) -> list[Witness]:
     found = []
     for witness in pods(count, per_node):
         named = draw(st.lists(st.integers(0, count), max_size=count, unique=True))
-        accuses = tuple(Accusation(f"p{each}", draw(seconds), draw(st.booleans())) for each in named)
+        unreachable_peers = tuple(
+            UnreachableReport(f"p{each}", draw(seconds), draw(st.booleans())) for each in named
+        )
         silent = draw(st.none() | seconds)
         held = draw(st.none() | st.sampled_from([-1e6, -1.0, 5.0, 300.0])) if silent is not None else None
         failed, host_answers = draw(st.booleans()), draw(st.booleans())
         found.append(
             replace(
-                witness, silent=silent, failed=failed, accuses=accuses, held=held, host_answers=host_answers
+                witness,
+                silent=silent,
+                failed=failed,
+                unreachable_peers=unreachable_peers,
+                held=held,
+                host_answers=host_answers,
             )
         )
     return found
@@ -206,8 +240,8 @@ TRAININGS = st.builds(
 
 
 @given(sights(), TRAININGS)
-def test_never_everybody_and_never_on_one_word(seen: list[Witness], training: Training) -> None:
-    found = suspects(seen, LIMITS, training)
+def test_never_everybody_and_never_on_one_word(seen: list[PodEvidence], training: Training) -> None:
+    found = find_suspected_pods(seen, LIMITS, training)
     by_name = {witness.pod: witness for witness in seen}
     answering = [witness for witness in seen if witness.silent is None]
     assert len(found) < len(seen) or not seen, "somebody is always left"
@@ -217,7 +251,7 @@ def test_never_everybody_and_never_on_one_word(seen: list[Witness], training: Tr
         witness = by_name[pod]
         if suspicion.answers:
             assert witness.silent is None
-            assert {by_name[name].node for name in suspicion.accusers} - {witness.node}, (
+            assert {by_name[name].node for name in suspicion.reporters} - {witness.node}, (
                 "not on its own word alone"
             )
         else:
@@ -233,20 +267,20 @@ def test_never_everybody_and_never_on_one_word(seen: list[Witness], training: Tr
 
 
 @given(sights())
-def test_who_trains_is_never_given_up(seen: list[Witness]) -> None:
+def test_who_trains_is_never_given_up(seen: list[PodEvidence]) -> None:
     well = [replace(witness, failed=False) for witness in seen]
-    assert suspects(well, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
+    assert find_suspected_pods(well, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
 
 
 @given(sights())
-def test_more_silence_never_clears_anybody(seen: list[Witness]) -> None:
+def test_more_silence_never_clears_anybody(seen: list[PodEvidence]) -> None:
     later = [replace(w, silent=None if w.silent is None else w.silent + 5) for w in seen]
-    silent = {pod for pod, suspicion in suspects(seen, LIMITS).items() if not suspicion.answers}
-    assert silent <= set(suspects(later, LIMITS))
+    silent = {pod for pod, suspicion in find_suspected_pods(seen, LIMITS).items() if not suspicion.answers}
+    assert silent <= set(find_suspected_pods(later, LIMITS))
 
 
 @given(sights(), st.randoms(use_true_random=False))
-def test_the_order_of_pods_does_not_matter(seen: list[Witness], random: object) -> None:
+def test_the_order_of_pods_does_not_matter(seen: list[PodEvidence], random: object) -> None:
     shuffled = list(seen)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert suspects(seen, LIMITS) == suspects(shuffled, LIMITS)
+    assert find_suspected_pods(seen, LIMITS) == find_suspected_pods(shuffled, LIMITS)

@@ -39,7 +39,7 @@ from tiercheck.protocol.artifacts.slot import (
 )
 from tiercheck.protocol.plain_json import MOST_VALUES, Malformed
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.tensors.leaves import _NAMES
+from tiercheck.trainer.tensors.tensor_parts import _NAMES
 
 ENTRIES = st.lists(
     st.tuples(

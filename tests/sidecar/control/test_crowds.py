@@ -21,7 +21,7 @@ from tests.operator_key import sign_pod
 from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, write_credentials
 from tiercheck import connections
-from tiercheck.connections import Guest, Strangers, who_gives_way
+from tiercheck.connections import UnauthenticatedClient, UnauthenticatedClients, pick_victim
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
 from tiercheck_sidecar.control import api
@@ -92,9 +92,9 @@ ADDRESSES = st.sampled_from(["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10
 def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
     arrivals: list[str], named: frozenset[str], most: int, per_address: int
 ) -> None:
-    guests: list[Guest] = []
+    guests: list[UnauthenticatedClient] = []
     for address in arrivals:
-        loser = who_gives_way(guests, address, named, most, per_address)
+        loser = pick_victim(guests, address, named, most, per_address)
         counts = Counter(guest.address for guest in guests if guest.address not in named)
         if loser is not None:
             if loser.address != address:
@@ -102,7 +102,7 @@ def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
                 assert counts[loser.address] == max(counts.values()), "whoever crowds most gives way"
             assert loser is next(guest for guest in guests if guest.address == loser.address), "the oldest"
             guests.remove(loser)
-        guests.append(Guest(address, lambda: None))
+        guests.append(UnauthenticatedClient(address, lambda: None))
         everyone = Counter(guest.address for guest in guests)
         assert max(everyone.values()) <= per_address
         assert sum(count for each, count in everyone.items() if each not in named) <= most
@@ -131,7 +131,7 @@ class Port:
         state = job[0].state
         api = ControlApi(state, Reporter(state, job[0].vault))
         config = type(state.config)(**{**vars(state.config), "credentials_dir": root / "credentials"})
-        self.guard = GuardedPort(api.build(), Strangers(lambda: most), server_context(config))
+        self.guard = GuardedPort(api.build(), UnauthenticatedClients(lambda: most), server_context(config))
         api.on_proof = self.guard.believe
         self.token = config.token
 
@@ -261,7 +261,7 @@ async def test_port_that_could_not_accept_for_a_while_accepts_again(
     app = web.Application()
     app.add_routes([web.get("/", hello)])
     host = f"{stations().network}.78"
-    port = GuardedPort(app, Strangers(lambda: ROOM))
+    port = GuardedPort(app, UnauthenticatedClients(lambda: ROOM))
     await port.start(host, 8470)
 
     def ask() -> bytes:

@@ -27,7 +27,7 @@ from tiercheck.protocol.signing import HEADER, SignedAttempt
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import (
     CallerClaim,
     CallerProof,
@@ -98,7 +98,7 @@ def test_exchange_refuses_a_caller_that_ignores_the_servers_proof(make_world: Ma
     challenge = wire.receive(Challenge)
     wire.send(CallerProof(challenge.proof))  # the server's own proof, sent back
     with pytest.raises(WireBroken):
-        wire.receive(Say)
+        wire.receive(PeerResponse)
     wire.close()
 
 
@@ -130,20 +130,20 @@ def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make
     world.save_everywhere(10)
     early = reach(world, identity(world, 1), 1, 0)  # a connection from before the partition healed
     artifact = image(1, Version(20, 1), layout(300_000), world_size=2)
-    early.send(Ask("offer", 1, Version(20, 1), 2, digest(memoryview(artifact))))
-    offered = early.receive(Say)
+    early.send(PeerRequest("offer", 1, Version(20, 1), 2, digest(memoryview(artifact))))
+    offered = early.receive(PeerResponse)
     assert offered.state == "send"
     world.begin(Version(10, 1))
     with pytest.raises(PeerRefused, match="attempt 1 is over"):
         reach(world, identity(world, 1), 1, 0)
-    early.send(Ask("join", transfer=offered.transfer))
+    early.send(PeerRequest("join", transfer=offered.transfer))
     send_bytes(early, 0, artifact)
     early.send_end()
-    assert early.receive(Say).damaged == ()
-    early.send(Ask("commit", transfer=offered.transfer))
-    assert early.receive(Say).state == "refused"
-    early.send(Ask("offer", 1, Version(21, 1), 2, digest(memoryview(artifact))))
-    assert early.receive(Say).state == "refused"
+    assert early.receive(PeerResponse).damaged == ()
+    early.send(PeerRequest("commit", transfer=offered.transfer))
+    assert early.receive(PeerResponse).state == "refused"
+    early.send(PeerRequest("offer", 1, Version(21, 1), 2, digest(memoryview(artifact))))
+    assert early.receive(PeerResponse).state == "refused"
     early.close()
     assert not world.holds(0, 1, Version(20, 1))
     assert world.report(0).counters.refused_stale >= 3
@@ -226,8 +226,8 @@ def test_worker_pushing_someone_elses_rank_or_to_a_stranger_is_refused(make_worl
     artifact = digest(memoryview(image(1, Version(5, 1), layout(300_000), world_size=3)))
     for sender, rank, wrong in ((2, 1, "not of worker 2"), (1, 1, "does not keep copies for worker 1")):
         wire = reach(world, identity(world, sender), 1, 0)
-        wire.send(Ask("offer", rank, Version(5, 1), 3, artifact))
-        said = wire.receive(Say)
+        wire.send(PeerRequest("offer", rank, Version(5, 1), 3, artifact))
+        said = wire.receive(PeerResponse)
         assert said.state == "refused"
         assert wrong in said.message
         wire.close()
@@ -237,14 +237,14 @@ def test_bytes_that_are_not_the_artifact_they_claim_to_be_are_not_kept(make_worl
     world = make_world(workers=2).launch()
     lie = image(1, Version(6, 1), layout(300_000), world_size=2)
     wire = reach(world, identity(world, 1), 1, 0)
-    wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(lie))))
-    said = wire.receive(Say)
-    wire.send(Ask("join", transfer=said.transfer))
+    wire.send(PeerRequest("offer", 1, Version(5, 1), 2, digest(memoryview(lie))))
+    said = wire.receive(PeerResponse)
+    wire.send(PeerRequest("join", transfer=said.transfer))
     send_bytes(wire, 0, lie)
     wire.send_end()
-    wire.receive(Say)
-    wire.send(Ask("commit", transfer=said.transfer))
-    assert "its seal says" in wire.receive(Say).message
+    wire.receive(PeerResponse)
+    wire.send(PeerRequest("commit", transfer=said.transfer))
+    assert "its seal says" in wire.receive(PeerResponse).message
     wire.close()
     assert world.report(0).holdings == ()
 
@@ -254,15 +254,15 @@ def test_damaged_chunk_is_named_and_not_acknowledged_until_it_is_good(make_world
     good = image(1, Version(5, 1), layout(300_000), world_size=2)
     bad = good[:100_000] + bytes([good[100_000] ^ 4]) + good[100_001:]
     wire = reach(world, identity(world, 1), 1, 0)
-    wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(good))))
-    transfer = wire.receive(Say).transfer
+    wire.send(PeerRequest("offer", 1, Version(5, 1), 2, digest(memoryview(good))))
+    transfer = wire.receive(PeerResponse).transfer
     for sent, damaged, commit in ((bad, (0,), "again"), (good, (), "ok")):
-        wire.send(Ask("join", transfer=transfer))
+        wire.send(PeerRequest("join", transfer=transfer))
         send_bytes(wire, 0, sent)
         wire.send_end()
-        assert wire.receive(Say).damaged == damaged
-        wire.send(Ask("commit", transfer=transfer))
-        assert wire.receive(Say).state == commit
+        assert wire.receive(PeerResponse).damaged == damaged
+        wire.send(PeerRequest("commit", transfer=transfer))
+        assert wire.receive(PeerResponse).state == commit
     wire.close()
     until(lambda: world.holds(0, 1, Version(5, 1)), "kept")
 
@@ -290,7 +290,7 @@ def state(stations: MakeStations) -> SidecarState:
 
 
 @pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
-@pytest.mark.parametrize("cls", [Ask, Say, CallerClaim, Challenge])
+@pytest.mark.parametrize("cls", [PeerRequest, PeerResponse, CallerClaim, Challenge])
 def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: bytes, cls: type) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as theirs:
@@ -360,5 +360,5 @@ def test_the_control_api_refuses_every_senseless_body_with_a_sentence(make_world
 @pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
 def test_coordinator_refuses_every_senseless_report(state: SidecarState, text: bytes) -> None:
     coordinator = Coordinator(state)
-    assert coordinator.hear_news(Caller(), text).refused
+    assert coordinator.handle_update(Caller(), text).refused
     assert not tell(coordinator, TierReport(JOB_UID, 1, 1, (RankTiers(1),))).refused

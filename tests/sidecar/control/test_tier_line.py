@@ -18,7 +18,7 @@ from tests.sidecar.versions.reports import RankTiers, TierReport, tell, written
 from tests.sidecar.world import DEADLINE, JOB_UID, MakeWorld, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.report import Break
+from tiercheck.protocol.report import ConnectionFailure
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control.api import _Line
 from tiercheck_sidecar.decoding import Malformed, encode
@@ -26,17 +26,17 @@ from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import Span
 from tiercheck_sidecar.versions import tier_line
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.report_updates import ReportUpdate, TierAnswer
 from tiercheck_sidecar.versions.tally import WorkerHead
 from tiercheck_sidecar.versions.tier_line import (
     PATH,
     PROTOCOL,
     AnswerLate,
     CallFailed,
+    CoordinatorClient,
     Messages,
-    TierLine,
     framed,
 )
-from tiercheck_sidecar.versions.words import TierAnswer, TierNews
 
 
 class Far:
@@ -46,7 +46,7 @@ class Far:
         config = SidecarConfig.from_env(world.env(1))
         config = config if token is None else replace(config, token=token)
         self.heard: SimpleQueue[TierAnswer] = SimpleQueue()
-        self.world, self.line = world, TierLine(config, world.host(0), self.heard.put)
+        self.world, self.line = world, CoordinatorClient(config, world.host(0), self.heard.put)
 
     def say(self, step: int, number: int, attempt: int | None = None) -> TierAnswer:
         tiers = RankTiers(1, (Span(1, step, step),), (Version(step, 1),), reached=Version(step, 1))
@@ -91,7 +91,7 @@ def test_dead_coordinator_is_noticed_and_the_next_one_is_found(world: World) -> 
     until(lambda: not far.line.is_open, "the end of the connection is seen")
     with pytest.raises(CallFailed) as failed:
         far.say(5, 2)
-    assert failed.value.how is Break.REFUSED
+    assert failed.value.how is ConnectionFailure.REFUSED
     world.start(0)
     world.direct(Phase.RELEASE)
     assert far.say(5, 3) == TierAnswer(3)
@@ -230,7 +230,7 @@ def test_numbers_out_of_order_are_taken_for_no_base(world: World, connect: Conne
     odd = connect()
     assert b" 101 " in odd.recv(4096)
     for number, base in ((-1, 0), (0, 0), (2**62, 7), (3, 2**62), (3, 3), (3, -3)):
-        odd.sendall(framed(encode(TierNews(number, base, WorkerHead(JOB_UID, world.attempt, 2)))))
+        odd.sendall(framed(encode(ReportUpdate(number, base, WorkerHead(JOB_UID, world.attempt, 2)))))
         assert odd.recv(4096)
     honest = Far(world)
     assert honest.say(4, 1) == TierAnswer(1)
@@ -251,7 +251,7 @@ def test_what_would_be_told_to_all_is_bounded(stations: MakeStations, tiers: Ran
 
 def test_text_that_would_become_far_more_than_it_is_is_refused(stations: MakeStations) -> None:
     text = b'{"number":1,"own":[' + b",".join([b'{"rank":1}'] * 300_000) + b"]}"
-    answer = Coordinator(stations(workers=3)[0].state).hear_news(Caller(), text)
+    answer = Coordinator(stations(workers=3)[0].state).handle_update(Caller(), text)
     assert "values" in answer.refused
 
 

@@ -17,10 +17,10 @@ from tests.examples import examples
 from tests.sidecar.stations import MakeStations, MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.artifact_source import TriedInVain
+from tiercheck_sidecar.artifact_source import FetchFailed
 from tiercheck_sidecar.exchange.fetch import Dial, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.streams import DAMAGED_MOST, OVERDUE, Deal, Gathering
+from tiercheck_sidecar.exchange.streams import DAMAGED_MOST, OVERDUE, ChunkQueue, ChunkScheduler
 from tiercheck_sidecar.replicate.lane import FIRST, LONGEST, Backoff
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
@@ -140,7 +140,7 @@ def test_copies_that_are_bad_in_different_places_make_a_good_one(job: Stations) 
 def test_only_copy_being_bad_is_an_error_that_names_it(job: Stations) -> None:
     seal, artifact, _ = copied(job)
     job[1].flip(seal, Tier.PEER, 2, 3)
-    with pytest.raises(TriedInVain, match="the copy at worker 1 is bad") as failure:
+    with pytest.raises(FetchFailed, match="the copy at worker 1 is bad") as failure:
         fetch(job[0].vault, artifact, job[0].dials(1))
     assert [bad.worker for bad in failure.value.bad] == [1]
     assert not job[0].holds(artifact, Tier.LOCAL), "a half-restored slot is never offered"
@@ -215,12 +215,12 @@ def test_holder_without_it_and_holder_with_other_content_do_no_harm(stations: Ma
 
 
 def test_nobody_having_it_says_so_for_each(job: Stations) -> None:
-    with pytest.raises(TriedInVain) as failure:
+    with pytest.raises(FetchFailed) as failure:
         fetch(job[0].vault, Artifact(0, Version(5, 1)), job[0].dials(1, 2))
     said = sorted(failure.value.reasons)
     assert [reason.split(":")[0] for reason in said] == ["worker 1", "worker 2"]
     assert all("not here" in reason for reason in said)
-    with pytest.raises(TriedInVain, match="no source is known"):
+    with pytest.raises(FetchFailed, match="no source is known"):
         fetch(job[0].vault, Artifact(0, Version(5, 1)), [])
 
 
@@ -275,7 +275,7 @@ def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(
     chunks: int, events: list[tuple[int, str]]
 ) -> None:
     sources = range(4)
-    gathering = Gathering(chunks, sources)
+    gathering = ChunkScheduler(chunks, sources)
     owed: dict[int, list[int]] = {source: [] for source in sources}
     arrived: set[int] = set()
     now = 0.0
@@ -321,7 +321,7 @@ def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(
 
 
 def test_chunk_that_came_damaged_is_asked_of_another_first() -> None:
-    gathering = Gathering(1, ["a", "b"])
+    gathering = ChunkScheduler(1, ["a", "b"])
     assert gathering.take("a", 0) == 0
     gathering.damaged(0, "a")
     assert gathering.take("a", 0) is None
@@ -331,7 +331,7 @@ def test_chunk_that_came_damaged_is_asked_of_another_first() -> None:
 
 
 def test_source_that_damages_repeatedly_is_dropped_and_one_bad_chunk_is_forgiven() -> None:
-    gathering = Gathering(DAMAGED_MOST + 1, ["a", "b"])
+    gathering = ChunkScheduler(DAMAGED_MOST + 1, ["a", "b"])
     for fault in range(DAMAGED_MOST):
         assert gathering.is_live("a")
         assert gathering.brought_damaged("a") == (fault > 0)
@@ -341,7 +341,7 @@ def test_source_that_damages_repeatedly_is_dropped_and_one_bad_chunk_is_forgiven
 
 
 def test_chunk_that_is_overdue_is_asked_of_a_second_source_and_only_then() -> None:
-    gathering = Gathering(1, ["slow", "fast", "other"])
+    gathering = ChunkScheduler(1, ["slow", "fast", "other"])
     assert gathering.take("slow", 0) == 0
     assert gathering.take("fast", OVERDUE / 2) is None
     assert gathering.take("slow", OVERDUE) is None
@@ -359,7 +359,7 @@ def test_push_that_breaks_again_and_again_brings_every_chunk(chunks: int, data: 
     verified: set[int] = set()
     sent = 0
     while len(verified) < chunks:
-        deal = Deal(chunks, verified)
+        deal = ChunkQueue(chunks, verified)
         assert len(deal) == chunks - len(verified)
         for _ in range(data.draw(st.integers(1, chunks))):
             index = deal.take()

@@ -19,17 +19,17 @@ from tests.sidecar.stations import MakeStations, Stations, send_bytes
 from tests.sidecar.world import DEADLINE, FakeLauncher, MakeWorld, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Tier
-from tiercheck.protocol.report import Break, Report, Unreachable
+from tiercheck.protocol.report import ConnectionFailure, Report, Unreachable
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange import server, session
 from tiercheck_sidecar.exchange.channel import TcpChannel, UcxChannel, why_no_ucx
 from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial, dial_pod
 from tiercheck_sidecar.exchange.session import Inbox
-from tiercheck_sidecar.exchange.streams import Line, TooDamaged
+from tiercheck_sidecar.exchange.streams import ConnectionPool, TooDamaged
 from tiercheck_sidecar.replicate.lane import PushRefused, push
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
@@ -70,19 +70,19 @@ class Breaking(Wire):
         super().send_chunk(file, index, *arguments, **more)
 
 
-def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks: int) -> Say:
+def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks: int) -> PeerResponse:
     """As a sender does, but only `chunks`."""
-    wire.send(Ask("join", transfer=transfer))
+    wire.send(PeerRequest("join", transfer=transfer))
     for index in chunks:
         begin, length = index * seal.digests.chunk, length_of(seal.digests, index)
         send_bytes(wire, index, content[begin : begin + length])
     wire.send_end()
-    return wire.receive(Say)
+    return wire.receive(PeerResponse)
 
 
-def offer(wire: Wire, seal: Seal) -> Say:
-    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
-    return wire.receive(Say)
+def offer(wire: Wire, seal: Seal) -> PeerResponse:
+    wire.send(PeerRequest("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
+    return wire.receive(PeerResponse)
 
 
 def test_copy_is_byte_for_byte_what_was_saved(job: Stations, seal: Seal) -> None:
@@ -112,7 +112,7 @@ def test_broken_stream_is_taken_up_where_it_stopped(job: Stations, seal: Seal) -
         return any(chunks <= each.verified for each in job[1].server.inbox.of(0))
 
     cables = [Breaking(job[0].connect(1), 2, arrived)]
-    with Line(lambda: cables.pop() if cables else job[0].connect(1)) as line:
+    with ConnectionPool(lambda: cables.pop() if cables else job[0].connect(1)) as line:
         assert push(job[0].vault, seal, line)
         resent = line.sent - seal.digests.size
     assert resent == 0, "both chunks had arrived"
@@ -165,13 +165,13 @@ def test_other_content_under_the_same_name_starts_over(job: Stations, seal: Seal
 def test_stream_of_before_cannot_write_once_its_sender_began_again(job: Stations, seal: Seal) -> None:
     old = job[0].connect(1)
     said = offer(old, seal)
-    old.send(Ask("join", transfer=said.transfer))
+    old.send(PeerRequest("join", transfer=said.transfer))
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
     until(lambda: transfer.idle() == 0, "the stream is open")
     assert job[0].push(seal, 1)
     with pytest.raises(WireBroken):
-        old.receive(Say)
+        old.receive(PeerResponse)
     old.close()
 
 
@@ -180,15 +180,15 @@ def test_chunk_that_arrives_damaged_is_sent_again(job: Stations, seal: Seal, con
     wire = job[0].connect(1)
     transfer = offer(wire, seal).transfer
     assert send_by_hand(wire, seal, bad, transfer, *range(6)).damaged == (2,)
-    wire.send(Ask("commit", transfer=transfer))
-    assert wire.receive(Say).state == "again"
+    wire.send(PeerRequest("commit", transfer=transfer))
+    assert wire.receive(PeerResponse).state == "again"
     assert not job[1].holds(Artifact(0, seal.version)), "nothing is acknowledged before it is verified"
     assert send_by_hand(wire, seal, content, transfer, 2).damaged == ()
     assert send_by_hand(wire, seal, bad, transfer, 2).damaged == (2,), (
         "a bad chunk does not replace a good one"
     )
-    wire.send(Ask("commit", transfer=transfer))
-    assert wire.receive(Say).state == "ok"
+    wire.send(PeerRequest("commit", transfer=transfer))
+    assert wire.receive(PeerResponse).state == "ok"
     wire.close()
     assert job[1].content(seal, Tier.PEER) == content
 
@@ -218,7 +218,7 @@ def test_one_connection_carries_many_deltas(job: Stations) -> None:
         return job[0].connect(1)
 
     job[0].save(Version(1, 1), MIB)
-    with Line(connect) as line:
+    with ConnectionPool(connect) as line:
         for step in range(2, 6):
             assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line)
     assert made == 1
@@ -267,8 +267,8 @@ def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(job: Stations, se
     transfer = offer(wire, seal).transfer
     job.next_attempt()
     assert send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), transfer, *range(6)).damaged == ()
-    wire.send(Ask("commit", transfer=transfer))
-    assert "attempt 1 is over" in wire.receive(Say).message
+    wire.send(PeerRequest("commit", transfer=transfer))
+    assert "attempt 1 is over" in wire.receive(PeerResponse).message
     wire.close()
     assert not job[1].holds(Artifact(0, seal.version))
 
@@ -318,7 +318,9 @@ def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world:
     until(lambda: not lost(world, 0), "nobody is late")
     killed, report = time.time(), world.report(0)
     world.kill(1)
-    while [each.how for each in report.unreachable] != [Break.REFUSED]:  # an answer may be late first
+    while [each.how for each in report.unreachable] != [
+        ConnectionFailure.REFUSED
+    ]:  # an answer may be late first
         report = news(world, 0, report.serial)
     (gone,) = report.unreachable
     assert (gone.worker, gone.host) == (1, world.host(1))
@@ -332,7 +334,7 @@ def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it
     world = make_world(workers=2).launch()
     world.pause(1)  # its kernel goes on to accept connections, and nobody answers
     until(lambda: lost(world, 0), "worker 0 misses worker 1")
-    assert lost(world, 0)[1].how is Break.SILENT
+    assert lost(world, 0)[1].how is ConnectionFailure.SILENT
     world.resume(1)
     until(lambda: not lost(world, 0), "worker 1 is back")
 
@@ -403,19 +405,19 @@ def test_copies_and_restores_are_carried_by_ucx(stations: MakeStations, encrypte
 def test_connection_that_is_cut_or_closed_at_the_other_end_is_noticed_at_once(stations: MakeStations) -> None:
     job = with_ucx(stations, 0, 1)
     with closing(job[0].connect(1)) as wire:
-        wire.send(Ask("list", 0))
-        assert wire.receive(Say).state == "listed"
+        wire.send(PeerRequest("list", 0))
+        assert wire.receive(PeerResponse).state == "listed"
         threading.Timer(0.1, wire.cut).start()
         with pytest.raises(WireBroken):
-            wire.receive(Say)
+            wire.receive(PeerResponse)
     with closing(job[0].connect(1)) as wire:
-        wire.send(Ask("join", transfer="that nobody offered"))  # it hangs up
+        wire.send(PeerRequest("join", transfer="that nobody offered"))  # it hangs up
         with pytest.raises(WireBroken):
-            wire.receive(Say)
+            wire.receive(PeerResponse)
     with closing(job[0].connect(1)) as wire:
         wire.patience(0.1)
         with pytest.raises(WireBroken, match="no progress in time"):
-            wire.receive(Say)
+            wire.receive(PeerResponse)
 
 
 @needs_ucx

@@ -26,7 +26,7 @@ from tiercheck.protocol.version import Artifact, Version
 from tiercheck_local.markers import free_ports
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.addresses import (
-    LEFT_ALONE,
+    RETRY_AFTER,
     NamedAddress,
     OwnAddress,
     PeerAddresses,
@@ -36,7 +36,7 @@ from tiercheck_sidecar.exchange.addresses import (
     pair,
 )
 from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.replicate.lane import push
 
@@ -110,13 +110,13 @@ def test_connections_take_turns_and_leave_alone_for_a_while_what_does_not_answer
     book = PeerAddresses(lambda: now)
     peer = Peer(1, "10.1.0.8")
     book.own = (NamedAddress("net1", "10.20.0.7"), NamedAddress("net2", "10.30.0.7"))
-    assert book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
-    assert not book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
+    assert book.record(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
+    assert not book.record(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
     first, second = PeerRoute("10.20.0.7", "10.20.0.8"), PeerRoute("10.30.0.7", "10.30.0.8")
     assert [book.routes(peer) for _ in range(3)] == [(first, second), (second, first), (first, second)]
     assert (book.failed(first), book.failed(first)) == (True, False)
     assert book.routes(peer) == (second,)
-    now += LEFT_ALONE
+    now += RETRY_AFTER
     assert set(book.routes(peer)) == {first, second}
     assert book.routes(Peer(2, "10.1.0.9")) == ()
 
@@ -205,8 +205,8 @@ def test_pods_address_takes_over_when_no_interface_leads_there(
     for _ in range(2):
         with closing(job[0].connect(1)) as wire:
             assert wire.far_end[0] == job.host(1)
-            wire.send(Ask("list", 0))
-            assert wire.receive(Say).state == "listed"
+            wire.send(PeerRequest("list", 0))
+            assert wire.receive(PeerResponse).state == "listed"
 
 
 def test_whoever_else_answers_at_a_told_address_is_not_taken_for_the_peer(stations: MakeStations) -> None:
@@ -214,7 +214,7 @@ def test_whoever_else_answers_at_a_told_address_is_not_taken_for_the_peer(statio
     job = stations(workers=3, rails=1)
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1",)))
     until(lambda: all(station.identity.addresses.own for station in job.stations), "all listen")
-    job[0].identity.addresses.hear(job.peer(1), (NamedAddress("net1", job.rail(1, 2)),))
+    job[0].identity.addresses.record(job.peer(1), (NamedAddress("net1", job.rail(1, 2)),))
     with closing(job[0].connect(1)) as wire:
         assert wire.far_end[0] == job.rail(1, 1), "its pod's address was asked, which told the right one"
 

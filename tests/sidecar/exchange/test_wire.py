@@ -24,7 +24,7 @@ from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.channel import TAG, directions
-from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, PeerRequest, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import (
     CallerClaim,
     CallerProof,
@@ -34,7 +34,7 @@ from tiercheck_sidecar.exchange.handshake import (
     admit,
     dial,
 )
-from tiercheck_sidecar.exchange.streams import Line
+from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
@@ -109,7 +109,7 @@ def test_whoever_has_a_dead_pods_address_and_passes_the_handshake_on_is_sent_not
     dead = (f"{job.network}.200", job.port)
     with (
         closing(Between(dead, (job.host(target), job.port))) as impostor,
-        Line(lambda: dial(job[0].identity, 1, Peer(1, dead[0]), job.port)) as line,
+        ConnectionPool(lambda: dial(job[0].identity, 1, Peer(1, dead[0]), job.port)) as line,
     ):
         with pytest.raises((PeerRefused, WireBroken)):
             push(job[0].vault, seal, line)
@@ -238,7 +238,7 @@ class Said:
 
     def say(self, wire: Wire) -> None:
         if self.kind == "message":
-            wire.send(Ask(self.body.hex()))
+            wire.send(PeerRequest(self.body.hex()))
         elif self.kind == "index":
             wire.send_index(len(self.body))
         elif self.kind in ("chunk", "bare"):
@@ -249,7 +249,7 @@ class Said:
     def hear(self, wire: Wire) -> Said:
         """What is heard where this is expected. Raises WireBroken."""
         if self.kind == "message":
-            return Said("message", bytes.fromhex(wire.receive(Ask).op))
+            return Said("message", bytes.fromhex(wire.receive(PeerRequest).op))
         if self.kind == "index":
             return Said("index", bytes(min(wire.receive_index(), 1000)))
         index, length = wire.receive_chunk_header()
@@ -416,14 +416,14 @@ class Turning(Between):
 @contextmanager
 def on_the_path(
     job: Stations, monkeypatch: pytest.MonkeyPatch, at: int | None = None
-) -> Iterator[tuple[Turning, Line]]:
+) -> Iterator[tuple[Turning, ConnectionPool]]:
     """Worker 0's line to worker 1 leads through somebody who is no end of it: both believe to be connected
     directly."""
     here = (f"{job.network}.200", job.port)
     monkeypatch.setattr(Wire, "near_end", property(lambda _: here))
     with (
         closing(Turning(here, (job.host(1), job.port), at)) as middle,
-        Line(lambda: dial(job[0].identity, 1, Peer(1, here[0]), job.port)) as line,
+        ConnectionPool(lambda: dial(job[0].identity, 1, Peer(1, here[0]), job.port)) as line,
     ):
         yield middle, line
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tiercheck_sidecar
 from tests.sidecar.stations import config_of
 from tiercheck.protocol.directive import Peer
-from tiercheck.protocol.report import Break
+from tiercheck.protocol.report import ConnectionFailure
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model import state as state_module
 from tiercheck_sidecar.model.fence import Fence
@@ -35,8 +35,8 @@ from tiercheck_sidecar.model.tier_verdict import (
     spans,
     unite,
 )
-from tiercheck_sidecar.model.watches import CALM, MOST, PeerWatch
-from tiercheck_sidecar.versions.words import heartbeat, pace, patience
+from tiercheck_sidecar.model.watches import ANSWERS_TO_RECOVER, MOST, PeerWatch
+from tiercheck_sidecar.versions.report_updates import heartbeat, min_report_interval, upload_report_interval
 
 # The fence
 
@@ -211,23 +211,23 @@ def test_lost_peer_is_named_with_the_moment_of_its_last_answer() -> None:
     watch, clock, news = watching()
     watch.answered(ONE)
     clock.now += 4
-    watch.broken(ONE, Break.SILENT)
+    watch.broken(ONE, ConnectionFailure.SILENT)
     (lost,) = watch.unreachable()
-    assert (lost.worker, lost.host, lost.since, lost.how) == (1, "10.0.0.1", 1000.0, Break.SILENT)
+    assert (lost.worker, lost.host, lost.since, lost.how) == (1, "10.0.0.1", 1000.0, ConnectionFailure.SILENT)
     assert len(news) == 1
-    watch.broken(ONE, Break.SILENT)
+    watch.broken(ONE, ConnectionFailure.SILENT)
     assert len(news) == 1, "the same again is no news"
 
 
 def test_flapping_peer_stays_lost_until_it_is_calm() -> None:
     watch, clock, _ = watching()
-    watch.broken(ONE, Break.SILENT)
+    watch.broken(ONE, ConnectionFailure.SILENT)
     for _ in range(10):
         clock.now += 1
         watch.answered(ONE)
-        watch.broken(ONE, Break.SILENT)
+        watch.broken(ONE, ConnectionFailure.SILENT)
     assert watch.unreachable()[0].since == 1000.0
-    for _ in range(CALM - 1):
+    for _ in range(ANSWERS_TO_RECOVER - 1):
         watch.answered(ONE)
     assert watch.unreachable()
     watch.answered(ONE)
@@ -237,11 +237,11 @@ def test_flapping_peer_stays_lost_until_it_is_calm() -> None:
 def test_late_peer_is_named_until_its_next_answer_and_never_isolates() -> None:
     watch, clock, news = watching()
     clock.now += 100
-    watch.doubt(ONE)
-    watch.doubt(OTHER)
+    watch.suspect(ONE)
+    watch.suspect(OTHER)
     assert [(lost.worker, lost.since, lost.how) for lost in watch.unreachable()] == [
-        (1, 1000.0, Break.SILENT),
-        (2, 1000.0, Break.SILENT),
+        (1, 1000.0, ConnectionFailure.SILENT),
+        (2, 1000.0, ConnectionFailure.SILENT),
     ]
     assert not watch.all_lost(60)
     watch.answered(ONE)
@@ -254,18 +254,18 @@ def test_late_peer_is_named_until_its_next_answer_and_never_isolates() -> None:
 
 def test_peer_of_an_earlier_attempt_is_forgotten() -> None:
     watch, _, _ = watching()
-    watch.broken(ONE, Break.REFUSED)
+    watch.broken(ONE, ConnectionFailure.REFUSED)
     watch.only([OTHER])
-    watch.broken(ONE, Break.REFUSED)
+    watch.broken(ONE, ConnectionFailure.REFUSED)
     assert watch.unreachable() == ()
 
 
 def test_isolation_needs_peers_and_all_of_them_lost_for_long() -> None:
     watch, clock, _ = watching()
-    watch.broken(ONE, Break.SILENT)
+    watch.broken(ONE, ConnectionFailure.SILENT)
     clock.now += 100
     assert not watch.all_lost(60)
-    watch.broken(OTHER, Break.REFUSED)
+    watch.broken(OTHER, ConnectionFailure.REFUSED)
     assert watch.all_lost(60)
     assert not watch.all_lost(100)
     watch.only([])
@@ -278,7 +278,7 @@ def test_report_stays_small_however_many_are_lost() -> None:
     peers = [Peer(worker, f"10.0.1.{worker}") for worker in range(100)]
     watch, _, _ = watching(*peers)
     for peer in peers:
-        watch.broken(peer, Break.SILENT)
+        watch.broken(peer, ConnectionFailure.SILENT)
     assert len(watch.unreachable()) == MOST
 
 
@@ -291,9 +291,9 @@ def test_peer_is_reachable_exactly_if_it_was_never_lost_or_calm_since(events: li
         if answered:
             watch.answered(ONE)
             calm += 1
-            lost = lost and calm < CALM
+            lost = lost and calm < ANSWERS_TO_RECOVER
         else:
-            watch.broken(ONE, Break.SILENT)
+            watch.broken(ONE, ConnectionFailure.SILENT)
             lost, calm = True, 0
         assert bool(watch.unreachable()) == lost
         for each in watch.unreachable():
@@ -325,8 +325,12 @@ def test_cadence_is_always_within_its_bounds(sizes: list[tuple[int, int]]) -> No
 
 def test_messages_about_every_step_become_rarer_as_the_job_grows_but_none_waits_for_long() -> None:
     """Or thousands of sidecars with news at every step would leave the coordinator no time for anything."""
-    assert (pace(2), pace(5000)) == (0.05, 0.5)
-    assert (patience(2), patience(512), patience(4000)) == (0.05, 0.512, 4.0)
+    assert (min_report_interval(2), min_report_interval(5000)) == (0.05, 0.5)
+    assert (upload_report_interval(2), upload_report_interval(512), upload_report_interval(4000)) == (
+        0.05,
+        0.512,
+        4.0,
+    )
     assert (heartbeat(2), heartbeat(4000)) == (1.0, 4.0)
 
 

@@ -12,7 +12,7 @@ from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.vault import Seal
@@ -49,20 +49,20 @@ def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
     return dial(station.identity, attempt, Peer(holder.identity.worker, holder.identity.host), 8471)
 
 
-def offer(wire: Wire, seal: Seal) -> Say:
-    wire.send(Ask.about("fold", seal.artifact, world_size=seal.world_size, digests=seal.digests))
-    return wire.receive(Say)
+def offer(wire: Wire, seal: Seal) -> PeerResponse:
+    wire.send(PeerRequest.about("fold", seal.artifact, world_size=seal.world_size, digests=seal.digests))
+    return wire.receive(PeerResponse)
 
 
-def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> Say:
-    wire.send(Ask.about("chunks", seal.artifact))
+def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> PeerResponse:
+    wire.send(PeerRequest.about("chunks", seal.artifact))
     for index, chunk in chunks.items():
         read, write = os.memfd_create("chunk"), 0
         os.write(read, chunk)
         wire.send_chunk(read, index, write, len(chunk))
         os.close(read)
     wire.send_end()
-    return wire.receive(Say)
+    return wire.receive(PeerResponse)
 
 
 def chunks_of(content: bytes, *indices: int) -> dict[int, bytes]:
@@ -117,7 +117,7 @@ def test_block_is_not_acknowledged_before_all_members_are_in(job: Group) -> None
 def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(job: Group) -> None:
     size = 1 << 38
     digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
-    said = job.holders[0].holder.offer(claim(job, 0), Ask("fold", 0, V, 2, digests))
+    said = job.holders[0].holder.offer(claim(job, 0), PeerRequest("fold", 0, V, 2, digests))
     assert said.state == "busy"
     job.protect(V, 5_000_000)
 
@@ -133,7 +133,7 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(job:
     wire = talk(one, holder)
     assert offer(wire, seal).missing == (0, 1, 2, 3)
     assert send(wire, seal, chunks_of(saved[0], 2, 0)).damaged == ()
-    wire.send(Ask("chunks", 0, V))
+    wire.send(PeerRequest("chunks", 0, V))
     wire.close()
     wire = talk(one, holder)
     assert offer(wire, seal).missing == (1, 3)

@@ -24,8 +24,8 @@ from tiercheck_sidecar.rehearsal.ledger import (
     AGAIN,
     FRESH,
     WIRE_SECONDS,
-    Ledger,
     Look,
+    ScrubLog,
     due_in,
     seconds_to_rest,
 )
@@ -450,7 +450,7 @@ def proof(version: Version, at: float, tier: Tier = Tier.PEER) -> Proof:
 
 
 def test_tier_is_shown_when_all_ranks_are_proved_and_as_old_as_the_oldest() -> None:
-    ledger = Ledger().proved(0, proof(W, 20.0)).proved(1, proof(V, 30.0))
+    ledger = ScrubLog().proved(0, proof(W, 20.0)).proved(1, proof(V, 30.0))
     assert ledger.shown((0, 1, 2)) == ()
     (shown,) = ledger.shown((0, 1))
     assert (shown.version, shown.at, shown.bytes, shown.seconds) == (V, 20.0, 20, 2.0)
@@ -460,7 +460,7 @@ def test_tier_is_shown_when_all_ranks_are_proved_and_as_old_as_the_oldest() -> N
 
 def test_fault_stays_until_the_same_rank_and_tier_are_proved() -> None:
     ledger = (
-        Ledger().disproved(0, Tier.PEER, ["the one is bad"]).disproved(1, Tier.PEER, ["the other is bad"])
+        ScrubLog().disproved(0, Tier.PEER, ["the one is bad"]).disproved(1, Tier.PEER, ["the other is bad"])
     )
     assert "the one is bad" in ledger.complaint()
     assert "the other is bad" in ledger.complaint()
@@ -471,7 +471,7 @@ def test_fault_stays_until_the_same_rank_and_tier_are_proved() -> None:
 
 
 def test_many_faults_are_counted_and_not_listed() -> None:
-    ledger = Ledger()
+    ledger = ScrubLog()
     for rank in range(8):
         ledger = ledger.disproved(rank, Tier.REMOTE, [f"rank {rank} is bad"])
     assert ledger.complaint().endswith("; and 6 more.")

@@ -169,13 +169,13 @@ def test_folder_is_taken_over_by_a_persons_word(jobs: Opener) -> None:
     dev, prod, tool = jobs(DEV), jobs(PROD), jobs(None)
     assert jobs.save(dev, Version(10, 1), b"of dev")
     refused(jobs, prod, DEV)
-    former = tool.ownership.give_to(PROD.job_uid)
+    former = tool.ownership.assign_owner(PROD.job_uid)
     assert former is not None
     assert former.job_uid == DEV.job_uid
     assert prod.versions() == [Version(10, 1)]
     assert jobs.save(prod, Version(20, 2), b"of prod")
     refused(jobs, dev, PROD)
-    tool.ownership.give_to(DEV.job_uid, DEV.cluster)
+    tool.ownership.assign_owner(DEV.job_uid, DEV.cluster)
     assert jobs.save(dev, Version(30, 3), b"of dev again")
     refused(jobs, prod, DEV)
     assert [restored(tool, version) for version in tool.versions()] == [
@@ -224,7 +224,7 @@ def test_unreadable_owner_stops_writers_and_a_person_mends_it(jobs: Opener) -> N
     jobs.place.put(name, b"{")
     with pytest.raises(RemoteCorrupt, match="whose the folder is"):
         jobs(DEV).check()
-    jobs(None).ownership.give_to(DEV.job_uid)
+    jobs(None).ownership.assign_owner(DEV.job_uid)
     assert jobs(DEV).versions() == [Version(10, 1)]
 
 
@@ -269,7 +269,7 @@ def test_whoever_comes_in_whatever_order_what_was_committed_comes_back_and_only_
                 elif act == "restart":
                     stores[claimant] = jobs(claimant)
                 else:
-                    tool.ownership.give_to(claimant.job_uid, claimant.cluster)
+                    tool.ownership.assign_owner(claimant.job_uid, claimant.cluster)
             except RemoteOwned:
                 assert owner is not None
                 assert owner.job_uid != claimant.job_uid
@@ -313,7 +313,7 @@ def test_owner_that_changes_while_it_is_asked_for_is_worth_another_try(tmp_path:
             return None if key.startswith("owner/") else super().read(key)
 
     (tmp_path / "shared").mkdir()
-    RemoteStore(DirectoryObjects(str(tmp_path / "shared"), "f"), JOB).ownership.give_to("uid")
+    RemoteStore(DirectoryObjects(str(tmp_path / "shared"), "f"), JOB).ownership.assign_owner("uid")
     with pytest.raises(RemoteError) as caught:
         RemoteStore(Vanishing(str(tmp_path / "shared"), "f"), JOB, DEV).check()
     assert caught.value.retriable

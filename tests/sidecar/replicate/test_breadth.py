@@ -19,25 +19,34 @@ from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.exchange import streams
 from tiercheck_sidecar.exchange.frames import Wire
-from tiercheck_sidecar.exchange.streams import FEW, GAIN, REST, Breadth, Deal, Line, StreamCrew, Take
+from tiercheck_sidecar.exchange.streams import (
+    FEW,
+    GAIN,
+    REST,
+    ChunkQueue,
+    ConnectionPool,
+    StreamCountTuner,
+    StreamPool,
+    Take,
+)
 
 MOST = 8
-BEGINNING = Breadth()
+BEGINNING = StreamCountTuner()
 ONE = 100e6
 """Bytes per second that one stream carries where nothing else is the limit."""
 
 
 def after(
-    throughput: Callable[[int], float], measurements: int, breadth: Breadth = BEGINNING
-) -> Iterator[Breadth]:
+    throughput: Callable[[int], float], measurements: int, tuner: StreamCountTuner = BEGINNING
+) -> Iterator[StreamCountTuner]:
     for _ in range(measurements):
-        breadth = breadth.measured(throughput(breadth.count), MOST)
-        yield breadth
+        tuner = tuner.measured(throughput(tuner.count), MOST)
+        yield tuner
 
 
-def settled(throughput: Callable[[int], float], breadth: Breadth = BEGINNING) -> int:
+def settled(throughput: Callable[[int], float], tuner: StreamCountTuner = BEGINNING) -> int:
     """The number that it comes back to, once it has tried both ways often enough."""
-    *_, last = after(throughput, 4 * MOST * (REST + 2), breadth)
+    *_, last = after(throughput, 4 * MOST * (REST + 2), tuner)
     return next(each.count for each in after(throughput, REST + 4, last) if each.rest)
 
 
@@ -47,23 +56,23 @@ def limited(most: float) -> Callable[[int], float]:
 
 @given(st.lists(st.floats(0, 1e12), max_size=200), st.integers(1, 8))
 def test_there_is_always_one_stream_and_never_more_than_the_most(rates: list[float], most: int) -> None:
-    breadth = Breadth(min(FEW, most))
+    tuner = StreamCountTuner(min(FEW, most))
     for rate in rates:
-        before, breadth = breadth.count, breadth.measured(rate, most)
-        assert 1 <= breadth.count <= most
-        assert abs(breadth.count - before) <= 1
+        before, tuner = tuner.count, tuner.measured(rate, most)
+        assert 1 <= tuner.count <= most
+        assert abs(tuner.count - before) <= 1
 
 
 @given(st.floats(0.5, 10), st.floats(0.5, 10))
 def test_each_stream_that_stays_brings_a_tenth_and_the_next_one_would_not(first: float, then: float) -> None:
     """Of a network that carries so many streams' worth, and then becomes another."""
-    breadth = Breadth()
+    tuner = StreamCountTuner()
     for worth in (first, then):
         throughput = limited(worth * ONE)
-        count = settled(throughput, breadth)
+        count = settled(throughput, tuner)
         assert count == 1 or throughput(count) * (1 + 1e-9) >= throughput(count - 1) * GAIN
         assert count == MOST or throughput(count + 1) < throughput(count) * GAIN
-        *_, breadth = after(throughput, 4 * MOST * (REST + 2), breadth)
+        *_, tuner = after(throughput, 4 * MOST * (REST + 2), tuner)
 
 
 def test_it_widens_at_every_measurement_as_long_as_that_helps() -> None:
@@ -79,8 +88,8 @@ def test_a_copy_that_something_else_limits_goes_on_with_one_stream() -> None:
 def test_trials_are_rare(worth: float) -> None:
     throughput = limited(worth * ONE)
     count = settled(throughput)
-    *_, breadth = after(throughput, 4 * MOST * (REST + 2))
-    others = sum(each.count != count for each in after(throughput, 10 * REST, breadth))
+    *_, tuner = after(throughput, 4 * MOST * (REST + 2))
+    others = sum(each.count != count for each in after(throughput, 10 * REST, tuner))
     assert others <= 10
 
 
@@ -88,7 +97,7 @@ class FakeLine:
     """Carries chunks at `rate` bytes per second of its own clock for so many streams."""
 
     def __init__(self, rate: Callable[[int], float], most: int = MOST) -> None:
-        self.gauge = streams.Gauge()
+        self.meter = streams.ThroughputMeter()
         self.sent, self.now, self.active = 0, 1.0, 0
         self.widest = 0
         self._rate, self._most = rate, most
@@ -97,14 +106,14 @@ class FakeLine:
     def wires(self, count: int) -> list[Wire]:
         return cast(list[Wire], list(range(count)))
 
-    def carry(self, deal: Deal) -> None:
-        StreamCrew(cast(Line, self), deal, self._most, self.body(deal), lambda: self.now).run()
+    def carry(self, deal: ChunkQueue) -> None:
+        StreamPool(cast(ConnectionPool, self), deal, self._most, self.body(deal), lambda: self.now).run()
 
-    def body(self, deal: Deal) -> Callable[[Wire, Take], None]:
+    def body(self, deal: ChunkQueue) -> Callable[[Wire, Take], None]:
         """Nobody runs ahead before all have begun that should."""
 
         def all_are_here() -> bool:
-            return self.active >= min(self.gauge.breadth.count, self._most, len(deal))
+            return self.active >= min(self.meter.tuner.count, self._most, len(deal))
 
         def send(_: Wire, take: Take) -> None:
             if take() is None:
@@ -134,12 +143,12 @@ def test_copies_on_one_line_find_out_how_many_streams_it_takes(
     monkeypatch.setattr(streams, "STREAMS", MOST)
     line = FakeLine(limited(worth * ONE))
     for _ in range(30):
-        deal = Deal(300)
+        deal = ChunkQueue(300)
         line.carry(deal)
         assert not deal
         assert line.active == 0
     assert line.sent == 30 * 300 * (4 << 20), "every chunk once"
-    assert abs(line.gauge.breadth.count - worth) <= 1
+    assert abs(line.meter.tuner.count - worth) <= 1
     assert line.widest <= min(MOST, max(FEW, worth) + 1)
 
 
@@ -148,15 +157,15 @@ def test_small_copies_have_as_many_streams_as_there_is_work_for_and_are_measured
 ) -> None:
     monkeypatch.setattr(streams, "STREAMS", MOST)
     line = FakeLine(limited(3 * ONE), most=2)
-    before = line.gauge.breadth
+    before = line.meter.tuner
     for _ in range(40):
-        line.carry(Deal(4))
+        line.carry(ChunkQueue(4))
     assert line.widest <= 2
-    assert line.gauge.breadth != before, "none of them took long enough alone"
+    assert line.meter.tuner != before, "none of them took long enough alone"
 
 
 def test_error_of_a_stream_is_raised_once_all_have_ended() -> None:
-    line, deal = FakeLine(limited(ONE)), Deal(50)
+    line, deal = FakeLine(limited(ONE)), ChunkQueue(50)
     send = line.body(deal)
 
     def body(wire: Any, take: Take) -> None:
@@ -165,7 +174,7 @@ def test_error_of_a_stream_is_raised_once_all_have_ended() -> None:
             raise OSError("the cable was pulled")
 
     with pytest.raises(OSError, match="cable"):
-        StreamCrew(cast(Line, line), deal, MOST, body, lambda: line.now).run()
+        StreamPool(cast(ConnectionPool, line), deal, MOST, body, lambda: line.now).run()
     assert line.active == 0
 
 

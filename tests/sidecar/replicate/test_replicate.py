@@ -14,7 +14,7 @@ from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Branch, Digests, History, Kind, Version
 from tiercheck_sidecar.exchange import handshake
-from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire
+from tiercheck_sidecar.exchange.frames import ListedArtifact, PeerRequest, PeerResponse, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
@@ -23,7 +23,7 @@ from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.replicate.lane import due, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.vault.stock import MemoryStock, Where, by_rank
+from tiercheck_sidecar.vault.stock import MemoryStock, StockPlace, by_rank
 
 MIB = 1 << 20
 V = Version
@@ -299,8 +299,8 @@ def test_offer_with_digests_that_cannot_be_true_is_refused(job: Stations) -> Non
     seal = job[0].save(V(1, 1), MIB)
     for size, chunk in ((1 << 60, 1 << 59), (seal.digests.size, 0), (0, 4 * MIB), (9 * MIB, 4 * MIB)):
         wire = job[0].connect(1)
-        wire.send(Ask("offer", 0, V(1, 1), 2, type(seal.digests)(size, chunk, seal.digests.values)))
-        assert wire.receive(Say).state == "refused"
+        wire.send(PeerRequest("offer", 0, V(1, 1), 2, type(seal.digests)(size, chunk, seal.digests.values)))
+        assert wire.receive(PeerResponse).state == "refused"
         wire.close()
 
 
@@ -310,8 +310,8 @@ def test_offer_with_digests_that_cannot_be_true_is_refused(job: Stations) -> Non
 HISTORY = History((Branch(1, 0),))
 
 
-def own(*artifacts: Artifact) -> dict[Where, MemoryStock]:
-    return {Where(Tier.LOCAL, rank): stock for rank, stock in by_rank(artifacts).items()}
+def own(*artifacts: Artifact) -> dict[StockPlace, MemoryStock]:
+    return {StockPlace(Tier.LOCAL, rank): stock for rank, stock in by_rank(artifacts).items()}
 
 
 def test_deltas_are_due_after_the_oldest_snapshot_that_the_holder_keeps_or_is_sent() -> None:

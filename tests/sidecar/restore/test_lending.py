@@ -19,7 +19,7 @@ from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable
 from tiercheck.protocol.version import Artifact, Digests, Kind, Version
 from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, OpenArtifact, SourceFailed
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.restore.sources import Lender
+from tiercheck_sidecar.restore.sources import ShardReader
 from tiercheck_sidecar.vault import MemoryTooSmall, Seal
 
 
@@ -30,7 +30,7 @@ def job(stations: MakeStations) -> Stations:
 
 
 @pytest.fixture
-def lender(job: Stations) -> Iterator[Lender]:
+def lender(job: Stations) -> Iterator[ShardReader]:
     made = job[3].sidecar.reach.lender()
     yield made
     made.close()
@@ -50,7 +50,7 @@ def there(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: Lender) -> None:
+def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: ShardReader) -> None:
     _, artifact, content = copied(job)
     path = lender.lend(directive(job, 1, 2), artifact, ())
     assert path.read_bytes()[:4096] == content[:4096]
@@ -62,19 +62,19 @@ def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: L
     assert there(path) <= 12 * MIB
 
 
-def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: Lender) -> None:
+def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: ShardReader) -> None:
     seal, artifact, content = copied(job)
     job[1].flip(seal, Tier.PEER, 3)
     path = lender.lend(directive(job, 1, 2), artifact, [(0, len(content))])
     assert path.read_bytes() == content
 
 
-def test_nobody_has_it_and_each_is_named(job: Stations, lender: Lender) -> None:
+def test_nobody_has_it_and_each_is_named(job: Stations, lender: ShardReader) -> None:
     with pytest.raises(SourceFailed, match=r"worker 1: .*; the remote tier: the job has no remote tier"):
         lender.lend(directive(job, 1), Artifact(0, Version(5, 1)), ())
 
 
-def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> None:
+def test_loans_stay_within_the_memory_volume(job: Stations, lender: ShardReader) -> None:
     _, artifact, content = copied(job)
     job[3].vault.limit = job[3].vault.used() + 9 * MIB
     lender.lend(directive(job, 1), artifact, [(0, 8 * MIB)])
@@ -83,14 +83,14 @@ def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> N
 
 
 def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(
-    job: Stations, lender: Lender
+    job: Stations, lender: ShardReader
 ) -> None:
     _, artifact, content = copied(job, 100_000)
     job[3].vault.limit = job[3].vault.used() + len(content)
     assert lender.lend(directive(job, 1), artifact, [(0, len(content))]).read_bytes() == content
 
 
-def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: Lender) -> None:
+def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: ShardReader) -> None:
     seal = job[3].save(Version(5, 1), 9 * MIB, rank=3)
     with job[3].vault.pin(Artifact(3, seal.version)) as slot:
         assert lender.lend(directive(job), Artifact(3, seal.version), ()) == slot.path

@@ -26,13 +26,13 @@ from tiercheck_sidecar.artifact_source import (
     ArtifactSink,
     BoundedCall,
     BoundedCalls,
-    LeftBehind,
+    CallAbandoned,
     OpenArtifact,
     Stalled,
 )
 from tiercheck_sidecar.control.report import _essence
 from tiercheck_sidecar.exchange import session
-from tiercheck_sidecar.exchange.frames import Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import ProgressMeter
 from tiercheck_sidecar.restore.restore import RankRestorer, Restorer
@@ -360,7 +360,7 @@ def test_call_that_brings_nothing_is_left_behind_and_told_so_when_something_come
     assert calls.make("worker 1", lambda call: "another place") == "another place"
     place.server_is_back.set()
     until(lambda: told == [{PLACE: 1}, {}], "it has come back")
-    assert place.told == [LeftBehind]
+    assert place.told == [CallAbandoned]
     assert heard == [], "nobody counts what comes too late"
     assert calls.make(PLACE, lambda call: "well again") == "well again"
 
@@ -436,8 +436,8 @@ def test_connection_of_a_call_that_is_left_behind_is_cut() -> None:
         def listen(call: BoundedCall) -> None:
             try:
                 call.own(wire)
-                wire.receive(Say)
-            except (WireBroken, LeftBehind):  # which one: whether it was left behind before it began
+                wire.receive(PeerResponse)
+            except (WireBroken, CallAbandoned):  # which one: whether it was left behind before it began
                 ended.set()
 
         with pytest.raises(Stalled):
@@ -451,7 +451,7 @@ def test_connection_that_is_made_too_late_is_closed() -> None:
     call.leave()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         wire = Wire(socket.create_connection(listener.getsockname()))
-        with pytest.raises(LeftBehind):
+        with pytest.raises(CallAbandoned):
             call.own(wire)
         with pytest.raises(WireBroken):
             _ = wire.far_end

@@ -21,7 +21,7 @@ from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar import tags
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, PeerRequest, PeerResponse, Wire, WireBroken
 from tiercheck_sidecar.exchange.session import Chunks
 from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, Tags, digest_and_tag, is_well_described
@@ -286,17 +286,17 @@ def test_bare_chunk_that_nothing_vouches_for_counts_for_nothing(stations: MakeSt
     sent = {"of another chunk": content[4 * MIB : 8 * MIB], "of another artifact": os.urandom(4 * MIB)}
 
     def damaged(wire: Wire) -> tuple[int, ...]:
-        wire.send(Ask("join", transfer=transfer))
+        wire.send(PeerRequest("join", transfer=transfer))
         if how == "encrypted":
             wire._out.encrypted = False  # type: ignore[union-attr]  # it means to send in the clear
         send_bytes(wire, 0, sent.get(how, content[: 4 * MIB]), bare=True)
         wire.send_end()
-        return wire.receive(Say).damaged
+        return wire.receive(PeerResponse).damaged
 
     with closing(job[0].connect(1)) as wire:
         offered = None if how == "no tags" else seal.tags
-        wire.send(Ask("offer", 0, seal.version, seal.world_size, seal.digests, tags=offered))
-        transfer = wire.receive(Say).transfer
+        wire.send(PeerRequest("offer", 0, seal.version, seal.world_size, seal.digests, tags=offered))
+        transfer = wire.receive(PeerResponse).transfer
         if how == "encrypted":
             with pytest.raises(WireBroken):
                 damaged(wire)
@@ -315,8 +315,8 @@ def test_offer_with_senseless_tags_is_refused_and_a_copy_with_such_is_not_read(
     assert seal.tags is not None
     with closing(job[0].connect(1)) as wire:
         short = Tags(seal.tags.salt, "0" * 32)
-        wire.send(Ask("offer", 0, seal.version, seal.world_size, seal.digests, tags=short))
-        assert wire.receive(Say).state == "refused"
+        wire.send(PeerRequest("offer", 0, seal.version, seal.world_size, seal.digests, tags=short))
+        assert wire.receive(PeerResponse).state == "refused"
 
 
 def test_reader_that_knows_no_tags_is_sent_frames(stations: MakeStations) -> None:
@@ -324,8 +324,8 @@ def test_reader_that_knows_no_tags_is_sent_frames(stations: MakeStations) -> Non
     job = stations()
     seal = job[0].save(Version(5, 1), 5 * MIB)
     with closing(job[1].connect(0)) as wire:
-        wire.send(Ask("read", 0, Version(5, 1)))
-        assert wire.receive(Say).tags == seal.tags
+        wire.send(PeerRequest("read", 0, Version(5, 1)))
+        assert wire.receive(PeerResponse).tags == seal.tags
         wire.send_index(1)
         index, length = wire.receive_chunk_header()
         view = memoryview(bytearray(length))

@@ -34,7 +34,7 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.vault import NoDeltas, NoFreeSlot, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, SlotState
-from tiercheck_sidecar.vault.stock import HeldStock, MemoryStock, Where, where
+from tiercheck_sidecar.vault.stock import HeldStock, MemoryStock, StockPlace, where
 
 SNAPSHOT, DELTA = layout(300_000), layout(50_000)
 LANE = Share(0, (4, 5, 6))
@@ -236,9 +236,9 @@ kinds, sizes = st.sampled_from(Kind), st.integers(1, 120_000)
 HISTORIES = (History((Branch(1, 0),)), History((Branch(1, 0), Branch(2, 3))), History((Branch(2, 0, 4),)))
 
 
-def read_anew(seals: list[Seal]) -> dict[Where, tuple[set[Version], set[Version]]]:
+def read_anew(seals: list[Seal]) -> dict[StockPlace, tuple[set[Version], set[Version]]]:
     """Each place's snapshots and deltas."""
-    found: dict[Where, tuple[set[Version], set[Version]]] = {}
+    found: dict[StockPlace, tuple[set[Version], set[Version]]] = {}
     for seal in seals:
         found.setdefault(where(seal), (set(), set()))[seal.kind is Kind.DELTA].add(seal.version)
     return found
@@ -263,7 +263,7 @@ class VaultUnderUse(RuleBasedStateMachine):
         self.writing: list[tuple[Path, Artifact]] = []
         self.sealed: Counter[tuple[Artifact, Tier]] = Counter()
         self.plans: dict[int, tuple[int, int]] = {}
-        self.before: dict[Where, MemoryStock] = {}
+        self.before: dict[StockPlace, MemoryStock] = {}
 
     @initialize(limit=st.integers(300_000, 5_000_000))
     def open(self, limit: int) -> None:
@@ -426,6 +426,6 @@ def test_same_artifact_in_two_slots_is_held_until_both_are_given_up() -> None:
         held.add(seal)
     held.remove(one)
     assert held.seals() == (other, block)
-    assert held.places()[Where(Tier.PEER, 0)].snapshots == {Version(3, 1)}
+    assert held.places()[StockPlace(Tier.PEER, 0)].snapshots == {Version(3, 1)}
     held.remove(other)
-    assert list(held.places()) == [Where(Tier.PEER, 0, share)]
+    assert list(held.places()) == [StockPlace(Tier.PEER, 0, share)]

@@ -14,10 +14,10 @@ from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.tier_verdict import TierVerdict, intersect, spans
-from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.tally import Tally
-from tiercheck_sidecar.versions.watermark import TierStanding, judge
-from tiercheck_sidecar.versions.words import Vocabulary
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_slot
+from tiercheck_sidecar.versions.report_updates import ReportInterner
+from tiercheck_sidecar.versions.tally import RankTable
+from tiercheck_sidecar.versions.watermark import WatermarkState, compute_watermarks
 
 Key = tuple[Kind, Version]
 
@@ -84,8 +84,8 @@ class Model:
         self.verdicts: list[TierVerdict | None] = [None] * self.world
         self.leaving: list[set[Version]] = [set() for _ in range(self.world)]
         self.left_out: list[set[Version]] = [set() for _ in range(self.world)]
-        self.vocabulary, self.tally = Vocabulary(), Tally()
-        self.standing, self.verdict = TierStanding(), None
+        self.vocabulary, self.tally = ReportInterner(), RankTable()
+        self.standing, self.verdict = WatermarkState(), None
 
     # What happens
 
@@ -211,7 +211,7 @@ class Model:
             for ranks, memory in kept
         )
         self.tally.put(word_of(TierReport("job", 1, rank, (tiers,), copies), self.vocabulary))
-        self.standing, self.verdict = judge(self.world, self.tally, self.history, self.standing)
+        self.standing, self.verdict = compute_watermarks(self.world, self.tally, self.history, self.standing)
         self.listen(rank)
 
     def listen(self, rank: int) -> None:
@@ -221,13 +221,13 @@ class Model:
             return
         for acks in self.acks[rank].values():
             place = Memory(2, 2 * self.cadence, acks).place(Tier.PEER)
-            acks.difference_update(expendable(place, self.history, self.verdict))
+            acks.difference_update(freeable(place, self.history, self.verdict))
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
         own = self.own[rank]
         crowded = not self.parity and len(own.of(Kind.DELTA)) >= own.delta_slots - SPARE_DELTAS
-        gone = expendable(own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), self.history, word)
+        gone = freeable(own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), self.history, word)
         mark = word.watermarks.local if word else None
         newer = {each for kind, each in gone if kind is Kind.SNAPSHOT and (mark is None or each > mark)}
         self.leaving[rank] = set(filter(self.history.accepts, newer))
@@ -254,7 +254,7 @@ class Model:
         return word.floor is not None and key[1] < word.floor
 
     def _free(self, memory: Memory, place: MemoryPlace, word: TierVerdict | None) -> None:
-        memory.has -= expendable(place, self.history, word)
+        memory.has -= freeable(place, self.history, word)
 
     # Accidents
 

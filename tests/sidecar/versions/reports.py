@@ -11,16 +11,16 @@ from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.versions import watermark
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.report_updates import ReportInterner, TierAnswer, difference
 from tiercheck_sidecar.versions.tally import (
     HeldCopies,
     RankHoldings,
     RankOwn,
-    Tally,
+    RankTable,
     WorkerHead,
-    WorkerWord,
+    WorkerState,
 )
-from tiercheck_sidecar.versions.watermark import TierStanding
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference
+from tiercheck_sidecar.versions.watermark import WatermarkState
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class TierReport:
-    """`WorkerHead`, and all else that a `WorkerWord` says."""
+    """`WorkerHead`, and all else that a `WorkerState` says."""
 
     job_uid: str
     attempt: int
@@ -76,8 +76,8 @@ class TierReport:
         return WorkerHead(**{field.name: getattr(self, field.name) for field in fields(WorkerHead)})
 
 
-def word_of(report: TierReport, vocabulary: Vocabulary | None = None) -> WorkerWord:
-    return (vocabulary or Vocabulary()).word(
+def word_of(report: TierReport, vocabulary: ReportInterner | None = None) -> WorkerState:
+    return (vocabulary or ReportInterner()).word(
         report.head,
         [(each.own, each.held) for each in report.ranks],
         [(each.ranks, HeldCopies(each.snapshots, each.versions)) for each in report.copies],
@@ -91,7 +91,7 @@ def written(report: TierReport, number: int = 1) -> bytes:
 
 def tell(coordinator: Coordinator, report: TierReport) -> TierAnswer:
     """The coordinator's answer to the whole report, on a connection of its own."""
-    return coordinator.hear_news(Caller(), written(report))
+    return coordinator.handle_update(Caller(), written(report))
 
 
 def told(coordinator: Coordinator) -> TierVerdict:
@@ -101,26 +101,26 @@ def told(coordinator: Coordinator) -> TierVerdict:
     return answer.verdict
 
 
-def tally_of(ranks: Mapping[int, RankTiers], copies: Collection[Copy] = ()) -> Tally:
+def tally_of(ranks: Mapping[int, RankTiers], copies: Collection[Copy] = ()) -> RankTable:
     """One worker has all ranks, and keeps all copies."""
-    tally = Tally()
+    tally = RankTable()
     tally.put(word_of(TierReport("job", 1, 0, tuple(ranks.values()), copies)))
     return tally
 
 
-def judge(
+def compute_watermarks(
     world_size: int,
     ranks: Mapping[int, RankTiers],
     history: History,
-    before: TierStanding,
+    before: WatermarkState,
     copies: Collection[Copy] = (),
     *,
     prove_steps: int = 0,
-) -> tuple[TierStanding, TierVerdict]:
-    return watermark.judge(world_size, tally_of(ranks, copies), history, before, prove_steps)
+) -> tuple[WatermarkState, TierVerdict]:
+    return watermark.compute_watermarks(world_size, tally_of(ranks, copies), history, before, prove_steps)
 
 
 def next_upload(
-    standing: TierStanding, history: History, ranks: Mapping[int, RankTiers], **more: Any
+    standing: WatermarkState, history: History, ranks: Mapping[int, RankTiers], **more: Any
 ) -> Version | None:
     return watermark.next_upload(standing, history, tally_of(ranks).shapes, **more)

@@ -17,15 +17,15 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.versions.memory_model import Model
 from tests.sidecar.versions.reports import RankTiers, TierReport, tell, told
 from tests.sidecar.world import JOB_UID
-from tiercheck.protocol.report import Break
+from tiercheck.protocol.report import ConnectionFailure
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
 from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.versions import tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.report_updates import TierAnswer
 from tiercheck_sidecar.versions.tier_line import CallFailed
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.words import TierAnswer
 
 seeds = st.integers(0, 2**32)
 worlds = st.integers(1, 5)
@@ -168,7 +168,7 @@ def v(step: int) -> Version:
 
 
 class Wire:
-    """As `TierLine`, of a pair."""
+    """As `CoordinatorClient`, of a pair."""
 
     is_open = True
 
@@ -177,8 +177,8 @@ class Wire:
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
         if self._pair.cut:
-            raise CallFailed("connection refused", Break.REFUSED)
-        answer = self._pair.coordinator.hear_news(self._caller, text)
+            raise CallFailed("connection refused", ConnectionFailure.REFUSED)
+        answer = self._pair.coordinator.handle_update(self._caller, text)
         *news, answer = self._pair.coordinator.replies(self._caller, answer)
         for each in news:
             self._heard(each)
@@ -199,7 +199,7 @@ class Pair:
         state, vault = self.station.state, self.station.vault
         self.reclaimer = Reclaimer(state, vault)
         self.tiers = TierClient(state, vault, lambda _: [], lambda *_: ())
-        monkeypatch.setattr(tiers, "TierLine", lambda config, *more: Wire(self, *more))
+        monkeypatch.setattr(tiers, "CoordinatorClient", lambda config, *more: Wire(self, *more))
         for step in (10, 14):
             self.station.save(v(step), SIZE)
         for step in (11, 12, 15, 16, 17):

@@ -23,8 +23,8 @@ from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.report_updates import TierAnswer
 from tiercheck_sidecar.versions.watermark import GONE, WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.versions.words import TierAnswer
 
 TICK = 0.5
 
@@ -162,7 +162,7 @@ class Model:
         if worker.caller is None:
             worker.caller = Caller(lambda answer: self._receive(worker, answer))
             self.coordinator.connect(worker.caller)
-        answer = self.coordinator.hear_news(worker.caller, message_of(report))
+        answer = self.coordinator.handle_update(worker.caller, message_of(report))
         if answer.refused:
             return
         worker.taken = report

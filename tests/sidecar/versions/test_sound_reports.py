@@ -17,8 +17,8 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import BAD_REPORT, Coordinator
-from tiercheck_sidecar.versions.tally import find_objection
-from tiercheck_sidecar.versions.tier_line import TierLine
+from tiercheck_sidecar.versions.tally import validate_report
+from tiercheck_sidecar.versions.tier_line import CoordinatorClient
 
 HUGE = 2**62
 
@@ -73,9 +73,9 @@ def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdi
 def test_what_honest_workers_say_is_never_objected_to(state: SidecarState) -> None:
     assert state.directive is not None
     for worker in range(3):
-        assert find_objection(word_of(report(worker)), state.directive) == ""
+        assert validate_report(word_of(report(worker)), state.directive) == ""
     long = report(1, local=(Span(1, 0, 5000),), copied=(Span(1, 0, 5000),))
-    assert find_objection(word_of(long), state.directive) == ""
+    assert validate_report(word_of(long), state.directive) == ""
 
 
 @pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)
@@ -113,7 +113,7 @@ def test_sidecar_of_worker_0_lives_on_beside_a_peer_that_only_talks_nonsense(mak
     world = make_world(workers=3)
     world.start(0, 2)
     world.begin()
-    line = TierLine(SidecarConfig.from_env(world.env(1)), world.host(0), lambda answer: None)
+    line = CoordinatorClient(SidecarConfig.from_env(world.env(1)), world.host(0), lambda answer: None)
     for number, name in enumerate(("worker", "endless span", "endless copies", "no sizes"), 1):
         answer = line.tell(written(SENSELESS[name], number), number)
         assert "the report is refused" in answer.refused
@@ -130,7 +130,7 @@ def test_reckoning_that_fails_ends_nothing(state: SidecarState, monkeypatch: pyt
     complete_at(coordinator, 4, 0, 1, 2)
     known = coordinator.news()
     assert known is not None
-    monkeypatch.setattr(coordinating, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(coordinating, "compute_watermarks", lambda *_: 1 / 0)
     for step in range(5, 20):
         assert complete_at(coordinator, step, 0, 1, 2) == known
         assert coordinator.news() == known

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.sidecar.versions.reports import Copy, RankTiers, judge, next_upload
+from tests.sidecar.versions.reports import Copy, RankTiers, compute_watermarks, next_upload
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, Digests, History, Kind, RankArtifact, Version
 from tiercheck_sidecar.model.tier_verdict import TierVerdict, spans
-from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.watermark import TierStanding
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_slot
+from tiercheck_sidecar.versions.watermark import WatermarkState
 
 HISTORY = History((Branch(1, 0),))
 
@@ -42,38 +42,38 @@ def tiers(
 
 def test_watermark_is_the_newest_common_version_never_the_minimum_of_the_newest() -> None:
     ranks = {0: tiers(0, [8, 10], []), 1: tiers(1, [8, 9], [])}
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.watermarks.local == v(8)
 
 
 def test_nothing_is_freed_before_every_rank_was_heard() -> None:
-    _, verdict = judge(2, {0: tiers(0, [8, 10], [8, 10])}, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, {0: tiers(0, [8, 10], [8, 10])}, HISTORY, WatermarkState())
     assert verdict.floor is None
     assert verdict.abandoned == ()
 
 
 def test_floor_is_the_older_of_local_and_peer() -> None:
     ranks = {0: tiers(0, [10, 20], [10]), 1: tiers(1, [10, 20], [10, 20])}
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert (verdict.watermarks.local, verdict.watermarks.peer, verdict.floor) == (v(20), v(10), v(10))
 
 
 def test_job_without_any_holder_frees_by_the_local_tier_and_claims_no_protection() -> None:
-    _, verdict = judge(1, {0: tiers(0, [10, 20])}, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(1, {0: tiers(0, [10, 20])}, HISTORY, WatermarkState())
     assert (verdict.watermarks.peer, verdict.floor, verdict.anchor) == (None, v(20), v(20))
 
 
 def test_version_that_a_rank_passed_by_is_abandoned_and_one_it_may_still_reach_is_not() -> None:
     ranks = {0: tiers(0, [5, 7], []), 1: tiers(1, [3], [], reached=v(6))}
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.abandoned == (v(5),), "3 is not passed by rank 0, which never said how far it came"
 
 
 def test_rank_that_lost_a_complete_version_does_not_make_the_others_throw_it_away() -> None:
     ranks = {0: tiers(0, [10], [10]), 1: tiers(1, [10], [10])}
-    standing, _ = judge(2, ranks, HISTORY, TierStanding())
+    standing, _ = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     ranks[1] = tiers(1, [], [], reached=v(12))
-    _, verdict = judge(2, ranks, HISTORY, standing)
+    _, verdict = compute_watermarks(2, ranks, HISTORY, standing)
     assert verdict.abandoned == ()
     assert verdict.floor == v(10)
 
@@ -82,31 +82,31 @@ def test_version_that_some_rank_has_nowhere_any_more_is_given_up_by_all() -> Non
     """The one that was to be copied: kept, it leaves the others one slot less, and they may miss each other
     for ever."""
     whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
-    standing, _ = judge(2, whole, HISTORY, TierStanding())
+    standing, _ = compute_watermarks(2, whole, HISTORY, WatermarkState())
     rotten = {0: tiers(0, [4, 8], [4], reached=v(9)), 1: tiers(1, [4], [4], reached=v(9))}
-    _, verdict = judge(2, rotten, HISTORY, standing)
+    _, verdict = compute_watermarks(2, rotten, HISTORY, standing)
     assert (verdict.abandoned, verdict.lost) == ((v(8),), v(8))
     for had in (Copy((1,), (v(8),), spans({v(8)})), None):
-        _, verdict = judge(2, rotten, HISTORY, standing, copies=[had] if had else [])
+        _, verdict = compute_watermarks(2, rotten, HISTORY, standing, copies=[had] if had else [])
         assert (verdict.lost is None) == (had is not None), "a holder's copy of it is as good"
 
 
 def test_what_a_rank_leaves_out_of_its_report_for_now_is_not_lost() -> None:
     whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
-    standing, _ = judge(2, whole, HISTORY, TierStanding())
+    standing, _ = compute_watermarks(2, whole, HISTORY, WatermarkState())
     leaving = tiers(1, [4, 8], [4], reached=v(8), leaving=(v(8),))
     whole[1] = replace(leaving, local=spans({v(4)}))
-    _, verdict = judge(2, whole, HISTORY, standing)
+    _, verdict = compute_watermarks(2, whole, HISTORY, standing)
     assert verdict.lost is None
 
 
 def test_snapshot_that_a_rank_skipped_is_abandoned_at_once_where_no_delta_can_make_up_for_it() -> None:
     """A snapshot later the others have no slot again when that rank has one."""
     ranks = {0: tiers(0, [4, 8], []), 1: tiers(1, [4], [], reached=v(8))}
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.abandoned == (v(8),)
     ranks[1] = tiers(1, [4], [], steps=[5, 6, 7], reached=v(8))
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.abandoned == (), "its delta of step 8 may be yet to come"
 
 
@@ -114,34 +114,38 @@ def test_what_may_rest_on_a_snapshot_that_a_rank_leaves_out_for_now_is_not_aband
     """It may keep it after all, and then the version is complete by its deltas."""
     ranks = {0: tiers(0, [4, 16], []), 1: tiers(1, [4, 14], [], reached=v(18), leaving=(v(14),))}
     ranks[1] = replace(ranks[1], local=spans({v(4)}))
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert v(16) not in verdict.abandoned
     ranks[1] = replace(ranks[1], leaving=(v(17),))
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert v(16) in verdict.abandoned
 
 
 def test_copy_of_a_version_that_its_owner_gave_up_is_abandoned_too() -> None:
     """Or a holder that missed the word would keep it, and refuse newer ones, for ever."""
     ranks = {rank: tiers(rank, [10, 50], [10], reached=v(50)) for rank in (0, 1)}
-    _, verdict = judge(2, ranks, HISTORY, TierStanding(), copies=[copy(0, 10), copy(1, 20), copy(0, 50)])
+    _, verdict = compute_watermarks(
+        2, ranks, HISTORY, WatermarkState(), copies=[copy(0, 10), copy(1, 20), copy(0, 50)]
+    )
     assert verdict.abandoned == (v(20),)
 
 
 def test_newest_whole_snapshot_is_kept_while_each_rank_can_be_given_it() -> None:
-    standing, _ = judge(2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, TierStanding())
+    standing, _ = compute_watermarks(
+        2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, WatermarkState()
+    )
     for lost, copies in (
         (tiers(1, [], [], reached=v(12)), [copy(1, 10)]),
         (tiers(1, [], [10], reached=v(12)), []),
     ):
-        _, verdict = judge(2, {0: tiers(0, [10], []), 1: lost}, HISTORY, standing, copies)
+        _, verdict = compute_watermarks(2, {0: tiers(0, [10], []), 1: lost}, HISTORY, standing, copies)
         assert (verdict.abandoned, verdict.lost) == ((), None)
 
 
 def test_snapshot_is_abandoned_once_no_rank_may_still_have_it_or_come_to_it() -> None:
     def abandoned(*others: RankTiers, copies: tuple[Copy, ...] = ()) -> tuple[Version, ...]:
         ranks = {0: tiers(0, [4, 8], []), **{each.rank: each for each in others}}
-        return judge(len(ranks), ranks, HISTORY, TierStanding(), copies)[1].abandoned
+        return compute_watermarks(len(ranks), ranks, HISTORY, WatermarkState(), copies)[1].abandoned
 
     assert abandoned(tiers(1, [4], [], reached=v(8))) == (v(8),)
     assert abandoned(tiers(1, [4], [], reached=v(8), unfinished=(v(8),))) == (), "it is being written"
@@ -157,30 +161,34 @@ def test_snapshot_is_abandoned_once_no_rank_may_still_have_it_or_come_to_it() ->
 
 def test_only_ranks_with_holders_count_for_the_peer_tier() -> None:
     ranks = {0: tiers(0, [10, 20], [10]), 1: tiers(1, [10, 20])}
-    standing, verdict = judge(2, ranks, HISTORY, TierStanding(), [copy(0, 10)])
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState(), [copy(0, 10)])
     assert (verdict.watermarks.peer, verdict.floor, verdict.backed) == (v(10), v(10), None)
-    assert judge(2, {0: ranks[0]}, HISTORY, standing)[0] == standing, "until all are heard, it stands"
-    _, verdict = judge(2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, TierStanding())
+    assert compute_watermarks(2, {0: ranks[0]}, HISTORY, standing)[0] == standing, (
+        "until all are heard, it stands"
+    )
+    _, verdict = compute_watermarks(
+        2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, WatermarkState()
+    )
     assert verdict.floor is None, "nothing lies at holders yet"
 
 
 def test_snapshot_that_is_being_copied_stays_named_while_each_rank_or_its_holders_have_it() -> None:
-    standing = TierStanding(snapshot=v(20), copy=v(20))
+    standing = WatermarkState(snapshot=v(20), copy=v(20))
     for freed, expected in ((tiers(0, [30], [20]), v(20)), (tiers(0, [30], []), v(30))):
-        _, verdict = judge(2, {0: freed, 1: tiers(1, [20, 30], [])}, HISTORY, standing)
+        _, verdict = compute_watermarks(2, {0: freed, 1: tiers(1, [20, 30], [])}, HISTORY, standing)
         assert verdict.copy == expected
 
 
 def test_all_ranks_copy_one_version_until_it_is_done_and_then_the_newest() -> None:
     ranks = {0: tiers(0, [10, 20], []), 1: tiers(1, [10, 20], [])}
-    standing, verdict = judge(2, ranks, HISTORY, TierStanding())
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.copy == v(20)
     ranks = {0: tiers(0, [20, 30, 40], [20]), 1: tiers(1, [20, 30, 40], [])}
-    standing, verdict = judge(2, ranks, HISTORY, standing)
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, standing)
     assert verdict.copy == v(20)
     assert verdict.abandoned == (v(30),), "overtaken before its turn"
     ranks = {0: tiers(0, [20, 40], [20]), 1: tiers(1, [20, 40], [20])}
-    standing, verdict = judge(2, ranks, HISTORY, standing)
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, standing)
     assert verdict.copy == v(40)
 
 
@@ -188,7 +196,7 @@ def test_what_an_earlier_attempt_completed_with_holders_is_kept_until_this_one_h
     history = HISTORY.after(2, 16)
     ranks = {0: tiers(0, [12, 16], []), 1: tiers(1, [12, 16], [])}
     copies = [copy(0, 12, 14), copy(1, 12)]
-    _, verdict = judge(2, ranks, history, TierStanding(), copies)
+    _, verdict = compute_watermarks(2, ranks, history, WatermarkState(), copies)
     assert verdict.copy == v(16)
     assert verdict.backed == v(12)
 
@@ -202,7 +210,7 @@ def upload(
 ) -> Version | None:
     ranks = {0: tiers(0, [mark, current or mark], [])}
     return next_upload(
-        TierStanding(snapshot=v(mark)),
+        WatermarkState(snapshot=v(mark)),
         HISTORY,
         ranks,
         stored=map(v, stored),
@@ -229,7 +237,7 @@ def test_upload_that_a_rank_can_no_longer_give_is_replaced() -> None:
         1: tiers(1, [35], []),
     }
     chosen = next_upload(
-        TierStanding(snapshot=v(35)), HISTORY, ranks, stored=[], every=10, current=v(20), finishing=False
+        WatermarkState(snapshot=v(35)), HISTORY, ranks, stored=[], every=10, current=v(20), finishing=False
     )
     assert chosen == v(35)
 
@@ -239,7 +247,7 @@ def test_step_is_complete_as_soon_as_every_rank_can_rebuild_it() -> None:
         0: tiers(0, [10], [10], steps=[11, 12, 13], copied_steps=[11, 12]),
         1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12]),
     }
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     marks = verdict.watermarks
     assert (marks.local, marks.peer, marks.snapshot, verdict.anchor) == (v(12), v(12), v(10), v(10))
 
@@ -249,7 +257,7 @@ def test_snapshot_is_named_to_be_copied_not_the_newest_step() -> None:
         rank: tiers(rank, [10, 14], [10], steps=[11, 12, 13, 14, 15], copied_steps=[11, 12, 13, 14])
         for rank in (0, 1)
     }
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.copy == v(14)
     assert verdict.watermarks.peer == v(14)
     assert verdict.anchor == v(10)
@@ -257,14 +265,14 @@ def test_snapshot_is_named_to_be_copied_not_the_newest_step() -> None:
 
 def test_sidecar_that_forgot_what_its_holders_have_is_told_to_offer_the_snapshot_again() -> None:
     ranks = {0: tiers(0, [10], [10]), 1: tiers(1, [10], [10])}
-    standing, verdict = judge(2, ranks, HISTORY, TierStanding())
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.copy is None
     ranks[1] = tiers(1, [10], [], steps=[11])
-    assert judge(2, ranks, HISTORY, standing)[1].copy == v(10)
+    assert compute_watermarks(2, ranks, HISTORY, standing)[1].copy == v(10)
 
 
 def test_upload_waits_for_a_whole_snapshot() -> None:
-    standing = TierStanding(local=v(25), snapshot=v(19))
+    standing = WatermarkState(local=v(25), snapshot=v(19))
     ranks = {0: tiers(0, [19], steps=[20, 21, 22, 23, 24, 25])}
     chosen = next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=False)
     assert chosen is None
@@ -278,7 +286,7 @@ def test_holder_that_is_behind_holds_the_floor() -> None:
         0: tiers(0, [10], [10], steps=[11, 12]),
         1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12]),
     }
-    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState())
     assert verdict.floor == v(10)
 
 
@@ -286,26 +294,26 @@ def test_parity_block_backs_every_rank_that_it_was_made_of() -> None:
     history = HISTORY.after(2, 16)
     ranks = {0: tiers(0, [16], []), 1: tiers(1, [16], [])}
     block = Copy((0, 1), (v(12),), spans({v(12), v(13)}))
-    _, verdict = judge(2, ranks, history, TierStanding(), [block])
+    _, verdict = compute_watermarks(2, ranks, history, WatermarkState(), [block])
     assert verdict.backed == v(13)
 
 
 def test_version_that_holders_keep_for_lack_of_a_peer_watermark_stays_the_same_while_they_have_it() -> None:
     """Two holders that follow two verdicts would otherwise free each the other's."""
     ranks = {rank: tiers(rank, [10, 20, 30], []) for rank in (0, 1)}
-    standing, verdict = judge(2, ranks, HISTORY, TierStanding(), [copy(0, 10), copy(1, 10)])
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState(), [copy(0, 10), copy(1, 10)])
     assert verdict.backed == v(10)
     both = [copy(0, 10), copy(1, 10), copy(0, 20), copy(1, 20)]
-    standing, verdict = judge(2, ranks, HISTORY, standing, both)
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, standing, both)
     assert verdict.backed == v(10)
-    standing, verdict = judge(2, ranks, HISTORY, standing, both[2:])
+    standing, verdict = compute_watermarks(2, ranks, HISTORY, standing, both[2:])
     assert verdict.backed == v(20), "nobody has the other one any more"
 
 
 def test_verdict_names_the_version_behind_the_floor_that_a_resume_may_be_compared_from() -> None:
     ranks = {rank: tiers(rank, [18], [18]) for rank in range(2)}
     for prove_steps, spare in ((0, None), (1, v(17)), (18, None)):
-        _, verdict = judge(2, ranks, HISTORY, TierStanding(), prove_steps=prove_steps)
+        _, verdict = compute_watermarks(2, ranks, HISTORY, WatermarkState(), prove_steps=prove_steps)
         assert (verdict.floor, verdict.spare) == (v(18), spare)
 
 
@@ -322,7 +330,7 @@ def verdict(floor: int | None, abandoned: tuple[int, ...] = (), anchor: int | No
 def gone(
     where: MemoryPlace, word: TierVerdict | None, history: History = HISTORY, owed: int | None = None
 ) -> tuple[list[int], list[int]]:
-    found = expendable(where, history, word, None if owed is None else v(owed))
+    found = freeable(where, history, word, None if owed is None else v(owed))
     return (
         sorted(version.step for kind, version in found if kind is Kind.SNAPSHOT),
         sorted(version.step for kind, version in found if kind is Kind.DELTA),

@@ -17,17 +17,17 @@ from tiercheck.protocol.version import Branch, History, RankArtifact, Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import Needs, Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
-from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Tally, WorkerHead, WorkerWord
-from tiercheck_sidecar.versions.watermark import TierStanding, judge
-from tiercheck_sidecar.versions.words import (
-    DoubtfulNews,
+from tiercheck_sidecar.versions.report_updates import (
+    ReportInterner,
+    ReportUpdate,
     TierAnswer,
-    TierNews,
+    UpdateRejected,
     UploadedOf,
-    Vocabulary,
     difference,
     is_urgent,
 )
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankTable, WorkerHead, WorkerState
+from tiercheck_sidecar.versions.watermark import WatermarkState, compute_watermarks
 
 PROCS, WORKERS = 2, 3
 HISTORY = History((Branch(1, 0),))
@@ -86,7 +86,7 @@ def reports_of(worker: int) -> st.SearchStrategy[TierReport]:
     )
 
 
-def said_by(word: WorkerWord) -> TierReport:
+def said_by(word: WorkerState) -> TierReport:
     """The word as a report, copies in some order."""
     ranks = tuple(
         RankTiers(
@@ -116,7 +116,7 @@ def same(one: TierReport, other: TierReport) -> bool:
 def test_nobody_waits_for_the_upload_of_one_rank() -> None:
     """The version is there when all ranks' are, and thousands of ranks finish one by one."""
     done = RankArtifact(0, Version(3, 1), "key", size=1)
-    vocabulary = Vocabulary()
+    vocabulary = ReportInterner()
     taken = TierReport(JOB_UID, 1, 0, (RankTiers(0), RankTiers(1)))
     before = word_of(taken, vocabulary)
     assert is_urgent(before, None)
@@ -135,12 +135,12 @@ def test_nobody_waits_for_the_upload_of_one_rank() -> None:
 
 @given(st.lists(reports_of(1), min_size=1, max_size=5))
 def test_differences_applied_one_after_the_other_are_the_whole_report(said: list[TierReport]) -> None:
-    mine, theirs = Vocabulary(), Vocabulary()
-    base: WorkerWord | None = None
-    known: WorkerWord | None = None
+    mine, theirs = ReportInterner(), ReportInterner()
+    base: WorkerState | None = None
+    known: WorkerState | None = None
     for number, report in enumerate(said, 1):
         word = word_of(report, mine)
-        news = decode(encode(difference(base, word, number, number - 1)), TierNews)
+        news = decode(encode(difference(base, word, number, number - 1)), ReportUpdate)
         base, known = word, theirs.updated(known if news.base else None, news)
         assert same(said_by(known), report)
         for rank, own in known.own.items():
@@ -153,11 +153,11 @@ def test_differences_applied_one_after_the_other_are_the_whole_report(said: list
 
 @given(reports_of(1), st.data())
 def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.DataObject) -> None:
-    vocabulary = Vocabulary()
+    vocabulary = ReportInterner()
     base = word_of(report, vocabulary)
     assert word_of(report, vocabulary) == base
     news = difference(base, word_of(report, vocabulary), 2, 1)
-    assert news == TierNews(2, 1)
+    assert news == ReportUpdate(2, 1)
     changed = data.draw(ranks_of(1))
     after = replace(report, ranks=(report.ranks[0], *changed[1:]))
     named = difference(base, word_of(after, vocabulary), 2, 1)
@@ -166,38 +166,38 @@ def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.Dat
 
 def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
     """Thousands do within seconds; their sizes and holders are what they were."""
-    vocabulary, done = Vocabulary(), (RankArtifact(0, Version(3, 1), "key", size=1),)
+    vocabulary, done = ReportInterner(), (RankArtifact(0, Version(3, 1), "key", size=1),)
     ranks = tuple(RankTiers(rank, holders=(1,), needs=Needs(10, 1, True)) for rank in range(PROCS))
     base = word_of(TierReport(JOB_UID, 1, 0, ranks), vocabulary)
     after = word_of(TierReport(JOB_UID, 1, 0, (replace(ranks[0], uploaded=done), *ranks[1:])), vocabulary)
     news = difference(base, after, 2, 1)
-    assert news == TierNews(2, 1, uploaded=(UploadedOf(0, done),))
+    assert news == ReportUpdate(2, 1, uploaded=(UploadedOf(0, done),))
     assert vocabulary.updated(base, news).own == after.own
 
 
 @pytest.mark.parametrize("base", [None, "of other ranks"])
 def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | None) -> None:
-    vocabulary = Vocabulary()
+    vocabulary = ReportInterner()
     head = TierReport(JOB_UID, 1, 0, (RankTiers(0),))
     known = word_of(head, vocabulary) if base else None
-    news = TierNews(2, 1, WorkerHead(JOB_UID, 1, 0), uploaded=(UploadedOf(1, ()),))
-    with pytest.raises(DoubtfulNews):
+    news = ReportUpdate(2, 1, WorkerHead(JOB_UID, 1, 0), uploaded=(UploadedOf(1, ()),))
+    with pytest.raises(UpdateRejected):
         vocabulary.updated(known, news)
 
 
 @given(st.lists(st.integers(0, WORKERS - 1).flatmap(reports_of), max_size=8))
 def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> None:
     """Of one tally that heard everything, and of one that hears it all at once."""
-    vocabulary, tally, standing = Vocabulary(), Tally(), TierStanding()
+    vocabulary, tally, standing = ReportInterner(), RankTable(), WatermarkState()
     newest: dict[int, TierReport] = {}
     for report in said:
         tally.put(word_of(report, vocabulary))
         newest[report.worker] = report
-        anew = Tally()
+        anew = RankTable()
         for each in newest.values():
             anew.put(word_of(each))
-        found = judge(PROCS * WORKERS, tally, HISTORY, standing)
-        assert found == judge(PROCS * WORKERS, anew, HISTORY, standing)
+        found = compute_watermarks(PROCS * WORKERS, tally, HISTORY, standing)
+        assert found == compute_watermarks(PROCS * WORKERS, anew, HISTORY, standing)
         standing, _ = found
         kept = [copy for each in newest.values() for copy in each.copies]
         for shape in set(tally.ranks.values()):
@@ -230,14 +230,14 @@ class Speaker:
 
     def __init__(self, coordinator: Coordinator, worker: int) -> None:
         self.coordinator, self.worker, self.caller = coordinator, worker, Caller()
-        self.vocabulary, self.number = Vocabulary(), 0
-        self.base: WorkerWord | None = None
+        self.vocabulary, self.number = ReportInterner(), 0
+        self.base: WorkerState | None = None
 
     def say(self, step: int, whole: bool = False) -> TierAnswer:
         word = word_of(report(self.worker, step), self.vocabulary)
         self.number += 1
         news = difference(None if whole else self.base, word, self.number, self.number - 1)
-        answer = self.coordinator.hear_news(self.caller, encode(news))
+        answer = self.coordinator.handle_update(self.caller, encode(news))
         self.base = self.base if answer.refused else word
         return answer
 
@@ -297,8 +297,8 @@ def test_message_that_is_none_is_refused_and_kills_nobody(coordinator: Coordinat
     one = Speaker(coordinator, 0)
     assert not one.say(4).refused
     for text in (b"", b"[]", b'{"number":2,"base":1,"ranks":[{"ranks":[7],"held":{}}]}', b'{"number":9}'):
-        assert coordinator.hear_news(one.caller, text).refused
-    assert coordinator.hear_news(Caller(), b'{"number":1,"base":0}').refused
+        assert coordinator.handle_update(one.caller, text).refused
+    assert coordinator.handle_update(Caller(), b'{"number":1,"base":0}').refused
     assert not one.say(5, whole=True).refused
 
 

@@ -19,7 +19,7 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.restore import restoring
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
-from tiercheck.trainer.tensors.leaves import dtype_name
+from tiercheck.trainer.tensors.tensor_parts import dtype_name
 
 
 def write(folder: Path, rank: int, world: int, step: int, content: bytes = b"x" * 100) -> None:

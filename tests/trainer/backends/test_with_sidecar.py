@@ -228,7 +228,7 @@ def test_first_and_last_step_are_reported_though_not_every_one_is(
     run.checkpointer.restore()
     run.train(1)
     until(lambda: len(sidecar.asked("progress")) == 1, "the first step is reported at once")
-    with run.checkpointer._backend._telling:  # type: ignore[attr-defined]  # nobody gets to tell anything
+    with run.checkpointer._backend._progress_lock:  # type: ignore[attr-defined]  # nobody gets to tell anything
         losses = run.train(200)
     until(
         lambda: sidecar.asked("progress")[-1].step == 201, "the last step is reported though training pauses"

@@ -25,7 +25,7 @@ from tiercheck.trainer.backends.backend import Ranges, RestoreError
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp import writer
 from tiercheck.trainer.dcp.writer import Note, planner_paths, step_of
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_dcp.py"

@@ -19,7 +19,7 @@ from tests.trainer.small_runs import same_bits
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.capture import named_parameters_of
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 BASE, STEP, AFTER = 4, 9, 3
 MORE = 4

@@ -24,7 +24,7 @@ from tiercheck.protocol.artifacts.pieces import Box, Piece, cover
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.deltas.unseen import PATIENCE, Untold
+from tiercheck.trainer.deltas.unseen import PATIENCE, UntrackedTensors
 from tiercheck.trainer.state.slot_file import SlotReader
 from tiercheck.trainer.tensors import accelerator
 from tiercheck.trainer.tensors.samples import Sampler
@@ -335,76 +335,76 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     return {"model/target": torch.zeros(8), "model/codes": torch.zeros(8)}
 
 
-def watching(tensors: dict[str, Tensor]) -> Untold:
-    found = Untold()
+def watching(tensors: dict[str, Tensor]) -> UntrackedTensors:
+    found = UntrackedTensors()
     found.watch(tensors)
     found.begin()
     return found
 
 
-def delta(untold: Untold, step: int, *told: str) -> str:
-    looked = untold.look()
+def delta(untracked: UntrackedTensors, step: int, *told: str) -> str:
+    looked = untracked.look()
     assert looked is not None
-    return untold.delta(step, looked, told)
+    return untracked.delta(step, looked, told)
 
 
-def snapshot(untold: Untold, step: int, tensors: dict[str, Tensor]) -> None:
+def snapshot(untracked: UntrackedTensors, step: int, tensors: dict[str, Tensor]) -> None:
     sums = Sampler().take(list(tensors.values())).sums
-    untold.snapshot(step, dict(zip(tensors, sums, strict=True)))
+    untracked.snapshot(step, dict(zip(tensors, sums, strict=True)))
 
 
 def test_change_since_training_began_or_since_the_delta_before_is_named_once(
     tensors: dict[str, Tensor],
 ) -> None:
-    untold = watching(tensors)
+    untracked = watching(tensors)
     tensors["model/target"].data.add_(1)
-    assert [delta(untold, step) for step in (1, 2)] == ["model/target", ""]
+    assert [delta(untracked, step) for step in (1, 2)] == ["model/target", ""]
     tensors["model/codes"].data.add_(1)
-    assert [delta(untold, step) for step in (3, 4)] == ["model/codes", ""]
+    assert [delta(untracked, step) for step in (3, 4)] == ["model/codes", ""]
 
 
 def test_what_a_delta_tells_of_may_change(tensors: dict[str, Tensor]) -> None:
-    untold = watching(tensors)
+    untracked = watching(tensors)
     tensors["model/codes"].data.add_(1)
-    assert [delta(untold, 1, "model/codes"), delta(untold, 2)] == ["", ""]
+    assert [delta(untracked, 1, "model/codes"), delta(untracked, 2)] == ["", ""]
 
 
 def test_delta_of_the_step_whose_snapshot_was_looked_at_first_does_not_pass(
     tensors: dict[str, Tensor],
 ) -> None:
     """It would lead the chain before it to that step."""
-    untold = watching(tensors)
+    untracked = watching(tensors)
     tensors["model/target"].data.add_(1)
-    snapshot(untold, 4, tensors)
-    assert [delta(untold, 4), delta(untold, 5)] == ["model/target", ""]
+    snapshot(untracked, 4, tensors)
+    assert [delta(untracked, 4), delta(untracked, 5)] == ["model/target", ""]
 
 
 def test_what_keeps_changing_ends_deltas(tensors: dict[str, Tensor]) -> None:
-    untold = watching(tensors)
+    untracked = watching(tensors)
     for step in range(PATIENCE):
-        assert untold.hopeless == ""
+        assert untracked.hopeless == ""
         tensors["model/target"].data.add_(1)
-        assert delta(untold, step) == "model/target"
-    assert untold.hopeless == "model/target"
+        assert delta(untracked, step) == "model/target"
+    assert untracked.hopeless == "model/target"
 
 
 def test_host_memory_is_left_to_the_training_thread() -> None:
-    untold = Untold()
-    untold.watch({"model/target": torch.zeros(8)})
-    untold.begin()
-    assert untold.look() is None
+    untracked = UntrackedTensors()
+    untracked.watch({"model/target": torch.zeros(8)})
+    untracked.begin()
+    assert untracked.look() is None
 
 
 def test_what_a_delta_tells_of_may_change_although_the_snapshot_was_looked_at_first(
     tensors: dict[str, Tensor],
 ) -> None:
-    untold = watching(tensors)
+    untracked = watching(tensors)
     for step in range(1, PATIENCE + 2):
         tensors["model/codes"].data.add_(1)
-        snapshot(untold, step, tensors)
-        assert delta(untold, step, "model/codes") == ""
+        snapshot(untracked, step, tensors)
+        assert delta(untracked, step, "model/codes") == ""
     tensors["model/codes"].data.add_(1)
     tensors["model/target"].data.add_(1)
-    snapshot(untold, PATIENCE + 2, tensors)
-    assert delta(untold, PATIENCE + 2, "model/codes") == "model/target"
-    assert untold.hopeless == ""
+    snapshot(untracked, PATIENCE + 2, tensors)
+    assert delta(untracked, PATIENCE + 2, "model/codes") == "model/target"
+    assert untracked.hopeless == ""

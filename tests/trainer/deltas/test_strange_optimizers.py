@@ -39,7 +39,7 @@ from tests.trainer.deltas.replaying import (
 from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow
 from tiercheck import Checkpointer, ResumableSampler
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 class Falling:

@@ -75,7 +75,7 @@ def main() -> None:
         groups().disconnect()
         groups().reopen()
         before = dist.group.WORLD, pair
-        groups().part()
+        groups().detach()
         replicated, pair, mesh = build()
         assert (dist.group.WORLD, pair) == before
     assert all(each == computed[0] for each in computed), computed

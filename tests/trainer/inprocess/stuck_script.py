@@ -17,7 +17,10 @@ from tiercheck.trainer.inprocess.groups import groups
 def main(what: str, rank: int, *ports: int) -> None:
     groups()
     dist.init_process_group(
-        "gloo", rank=rank, world_size=2, init_method=None if groups().alone else f"tcp://127.0.0.1:{ports[0]}"
+        "gloo",
+        rank=rank,
+        world_size=2,
+        init_method=None if groups().is_detached else f"tcp://127.0.0.1:{ports[0]}",
     )
     groups().end_of_setup()
     if what == "absent":

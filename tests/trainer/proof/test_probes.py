@@ -36,7 +36,7 @@ from tiercheck.trainer.deltas.clones import ParameterPlace, ProbeCandidate, Prob
 from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.gradients import Recorder
 from tiercheck.trainer.deltas.probe import Probe, ProbeRefused
-from tiercheck.trainer.state.replayable import inseparable
+from tiercheck.trainer.state.replayable import why_not_separable
 
 EVERY = 5
 """Updates between probes here."""
@@ -403,7 +403,7 @@ def test_parts_get_the_bits_of_the_whole(
     whole = nn.Parameter(begin.clone())
     parts = [nn.Parameter(begin[a:b].clone()) for a, b in itertools.pairwise(cuts)]
     together, apart = make([whole]), make(parts)
-    assert not inseparable(together)
+    assert not why_not_separable(together)
     for _ in range(3):
         gradient = torch.randn(count).to(dtype)
         whole.grad = gradient.clone()
@@ -435,4 +435,4 @@ class Own(torch.optim.AdamW):
 def test_what_is_not_known_to_be_separable_is_refused(
     make: Callable[[list[torch.Tensor]], Optimizer], why: str
 ) -> None:
-    assert why in inseparable(make([torch.randn(4, 4)]))
+    assert why in why_not_separable(make([torch.randn(4, 4)]))

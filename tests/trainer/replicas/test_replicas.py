@@ -20,7 +20,7 @@ from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend, RestoreError
-from tiercheck.trainer.replicas.equality import Looked, are_unequal, were_saved_whole
+from tiercheck.trainer.replicas.equality import ReplicaSamples, are_unequal, were_saved_whole
 from tiercheck.trainer.restore.restoring import Restoring
 from tiercheck_cli.commands import app
 
@@ -118,7 +118,7 @@ def written(whole: bool, *seen: dict[str, int | None]) -> str:
         }
         for number, each in enumerate(seen)
     }
-    return Looked(1, whole, samples).written()
+    return ReplicaSamples(1, whole, samples).written()
 
 
 def test_slots_of_a_version_disagree_if_any_ring_does() -> None:

@@ -39,8 +39,8 @@ from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
 from tiercheck.trainer.replicas.replicas import Partitions
 from tiercheck.trainer.restore import resharding
+from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.capture import take_inventory
-from tiercheck.trainer.state.live import Wrapped
 
 EVERY = 2
 TOGETHER = 8

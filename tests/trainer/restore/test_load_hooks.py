@@ -29,7 +29,7 @@ from tests.trainer.deltas.replaying import (
 from tests.trainer.small_runs import same_bits
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import has_load_hooks
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 WIDTH = 12
 

@@ -41,7 +41,7 @@ from tiercheck.trainer.state import slot_file
 from tiercheck.trainer.state.slot_file import SlotWriter
 from tiercheck.trainer.tensors import accelerator, buffers
 from tiercheck.trainer.tensors.accelerator import accelerator_of
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 WIDTH = 160
 """A weight of 100 KiB, which travels alone, beside biases that are packed."""
@@ -255,7 +255,7 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
     with checkpointer:
         script.update()
         monkeypatch.setattr(
-            staging.Flight, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+            staging.DeviceCopy, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         checkpointer.step()
         assert checkpointer.wait(DEADLINE)

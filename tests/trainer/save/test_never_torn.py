@@ -17,7 +17,7 @@ from tiercheck import Checkpointer
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.snapshot import SnapshotJob
-from tiercheck.trainer.save.staging import Crew, copy_tensor
+from tiercheck.trainer.save.staging import ParallelCopy, copy_tensor
 
 DEADLINE = 30.0
 
@@ -164,11 +164,11 @@ def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def test_thread_that_waits_takes_over_what_the_other_has_not_begun() -> None:
     work, held = pairs(10), HeldCopies("saver")
-    crew = Crew(work, held)
-    saver = threading.Thread(target=crew.join, name="saver")
+    parallel_copy = ParallelCopy(work, held)
+    saver = threading.Thread(target=parallel_copy.join, name="saver")
     saver.start()
     assert held.begun.wait(DEADLINE)
-    crew.help()
+    parallel_copy.assist()
     assert len(held.done_by) == 9, "all but the piece that the saver is at"
     held.go.set()
     saver.join(DEADLINE)
@@ -178,11 +178,11 @@ def test_thread_that_waits_takes_over_what_the_other_has_not_begun() -> None:
 
 def test_join_waits_for_the_piece_that_a_helper_is_at() -> None:
     work, held = pairs(2), HeldCopies("helper")
-    crew = Crew(work, held)
-    helper = threading.Thread(target=crew.help, name="helper")
+    parallel_copy = ParallelCopy(work, held)
+    helper = threading.Thread(target=parallel_copy.assist, name="helper")
     helper.start()
     assert held.begun.wait(DEADLINE)
-    joined = threading.Thread(target=crew.join)
+    joined = threading.Thread(target=parallel_copy.join)
     joined.start()
     assert not torch.equal(*work[0])
     held.go.set()
@@ -196,10 +196,10 @@ def test_failure_of_a_helper_is_told_to_the_one_that_joins() -> None:
     def copy(target: Tensor, source: Tensor) -> None:
         raise RuntimeError("no such memory")
 
-    crew = Crew(pairs(3), copy)
-    crew.help()
+    parallel_copy = ParallelCopy(pairs(3), copy)
+    parallel_copy.assist()
     with pytest.raises(RuntimeError, match="no such memory"):
-        crew.join()
+        parallel_copy.join()
 
 
 STEPS = 6

@@ -16,7 +16,7 @@ from torch import nn
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import Script, loop, mean_square, started, train
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.save.delta import Pace, Unbroken, there_is_time
+from tiercheck.trainer.save.delta import DeltaBudget, DeltaChain, there_is_time
 
 seconds = st.floats(1e-6, 1e4)
 
@@ -72,7 +72,7 @@ class Clock:
 
 
 def run(
-    measured: Pace,
+    measured: DeltaBudget,
     clock: Clock,
     steps: int,
     *,
@@ -92,12 +92,12 @@ def run(
 
 def test_waiting_for_copies_is_no_part_of_a_step() -> None:
     clock = Clock()
-    assert not run(Pace(clock), clock, 100, step=1, delta=1, taken=True, waited=9)
+    assert not run(DeltaBudget(clock), clock, 100, step=1, delta=1, taken=True, waited=9)
 
 
 def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
     clock = Clock()
-    measured = Pace(clock)
+    measured = DeltaBudget(clock)
     taken = True
     for step in range(200):
         clock.now += 1
@@ -111,17 +111,17 @@ def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
 
 def test_nothing_is_decided_by_a_few_slow_ones() -> None:
     clock = Clock()
-    measured = Pace(clock)
+    measured = DeltaBudget(clock)
     assert run(measured, clock, 7, step=100, delta=1000, taken=True), "too few of them"
     assert not run(measured, clock, 1, step=100, delta=1000, taken=True)
-    measured = Pace(clock)
+    measured = DeltaBudget(clock)
     assert run(measured, clock, 20, step=1, delta=1000, taken=True), "a minute is not over"
     assert run(measured, clock, 70, step=1, delta=0.1, taken=True), "the first were slow, most are not"
 
 
 def test_without_deltas_steps_alone_bring_them_back() -> None:
     clock = Clock()
-    measured = Pace(clock)
+    measured = DeltaBudget(clock)
     taken = run(measured, clock, 100, step=1, delta=2, taken=True)
     assert not taken
     taken = run(measured, clock, 100, step=4, delta=None, taken=taken)
@@ -142,7 +142,7 @@ def test_slow_deltas_end_are_told_and_come_back(
     caplog.set_level(logging.INFO)
     running, checkpointer = started(script, every=4)
     clock, delta = Clock(), 0.5
-    checkpointer._saver.pace = measured = Pace(clock)
+    checkpointer._saver.delta_budget = measured = DeltaBudget(clock)
     took = measured.note_work
     monkeypatch.setattr(measured, "note_work", lambda _: took(delta))
     monkeypatch.setattr(measured, "note_wait", lambda _: None)
@@ -180,7 +180,7 @@ def test_slow_deltas_end_are_told_and_come_back(
 
 
 def test_before_the_first_snapshot_there_is_no_chain() -> None:
-    chain = Unbroken()
+    chain = DeltaChain()
     assert not chain.reaches(1)
     chain.snapshot(4)
     assert not chain.reaches(4)
@@ -188,13 +188,13 @@ def test_before_the_first_snapshot_there_is_no_chain() -> None:
 
 
 def test_restored_version_is_a_beginning() -> None:
-    chain = Unbroken()
+    chain = DeltaChain()
     chain.restored(11)
     assert chain.reaches(12)
 
 
 def test_gap_ends_it_until_the_next_snapshot() -> None:
-    chain = Unbroken()
+    chain = DeltaChain()
     chain.snapshot(4)
     chain.delta_missing(6)
     assert not chain.reaches(7)
@@ -205,7 +205,7 @@ def test_gap_ends_it_until_the_next_snapshot() -> None:
 
 
 def test_snapshot_that_fails_does_no_harm_to_an_older_chain() -> None:
-    chain = Unbroken()
+    chain = DeltaChain()
     chain.snapshot(4)
     chain.snapshot(8)
     chain.snapshot_failed(8)
@@ -214,7 +214,7 @@ def test_snapshot_that_fails_does_no_harm_to_an_older_chain() -> None:
 
 @given(st.lists(st.sampled_from(["snapshot", "failed", "both", "delta", "nothing"]), max_size=30))
 def test_what_is_reached_is_always_rebuildable(events: list[str]) -> None:
-    chain = Unbroken()
+    chain = DeltaChain()
     snapshots: set[int] = set()
     deltas: set[int] = set()
     for step, event in enumerate(events, start=1):

@@ -26,7 +26,7 @@ from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import DifferentState
 from tiercheck.trainer.state.slot_file import SlotReader
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 WIDTH = 64
 

@@ -30,7 +30,7 @@ from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
 from tiercheck.trainer.state.readable import MARK
 from tiercheck.trainer.state.user_state import Packed, unpack
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 class Phase(enum.Enum):

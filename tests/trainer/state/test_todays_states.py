@@ -36,8 +36,8 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
 from tiercheck.trainer.restore import resharding
 from tiercheck.trainer.restore.load import DifferentState
-from tiercheck.trainer.state import kept
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.state import optimizer_state
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 def lives(build: Build, folder: Path, *ends: int) -> list[str]:
@@ -401,4 +401,4 @@ def test_class_of_a_wrapper_that_the_script_has_not_imported_is_never_imported_b
         "device": "cpu", "class": "antigravity:Fly", "context": [], "shape": [1], "stride": [1], "parts": {},
     }  # fmt: skip
     with pytest.raises(NotCapturable, match="import antigravity"):
-        kept.put_together(described, "optimizer0/w/x", lambda *_: torch.empty(1))
+        optimizer_state.put_together(described, "optimizer0/w/x", lambda *_: torch.empty(1))

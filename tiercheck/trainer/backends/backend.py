@@ -126,7 +126,7 @@ class Offer:
     source: str = ""
     """The place that it comes from, for people."""
     borrow: Callable[[int, Ranges], str] | None = None
-    """A function for the slots of all of them (`resharding.OtherRanks`); None: only the own is readable."""
+    """A function for the slots of all of them (`resharding.SavedRanks`); None: only the own is readable."""
 
 
 class Backend(Protocol):

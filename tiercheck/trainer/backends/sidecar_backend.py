@@ -71,7 +71,7 @@ class SidecarLink:
         """Sends a request and waits for the answer. Raises LinkBroken."""
         return self._exchange(to_json(request), Reply, timeout)
 
-    def tell(self, request: Request) -> bool:
+    def send_nowait(self, request: Request) -> bool:
         """Sends without waiting for anything; False if not possible right now. Raises LinkBroken."""
         if not self._sending.acquire(blocking=False):
             return False
@@ -171,12 +171,12 @@ class SidecarBackend:
         self._retry_at = 0.0
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
-        self._owed: tuple[int, float | None, float | None, int] | None = None
+        self._pending_progress: tuple[int, float | None, float | None, int] | None = None
         # Answers have no id: a second thread (an error that ends the script) would take another's.
-        self._asking = threading.RLock()
-        self._owed_lock = threading.Lock()
-        self._telling = threading.Lock()
-        self._told_at = 0.0
+        self._request_lock = threading.RLock()
+        self._pending_lock = threading.Lock()
+        self._progress_lock = threading.Lock()
+        self._progress_sent_at = 0.0
 
     @property
     def delta(self) -> DeltaMode:
@@ -227,13 +227,13 @@ class SidecarBackend:
 
     def restored(self, step: int) -> None:
         self._restored_step = step
-        self._say(ReportRestored(step))
+        self._send_or_warn(ReportRestored(step))
 
     def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        self._say(ReportResume(step, exact, steps, message, suspected))
+        self._send_or_warn(ReportResume(step, exact, steps, message, suspected))
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        self._say(ReportMismatch(step, message, kind))
+        self._send_or_warn(ReportMismatch(step, message, kind))
 
     def reserve(self, size: int, delta_size: int) -> None:
         self._wanted = (size, delta_size)
@@ -255,7 +255,7 @@ class SidecarBackend:
         self._ask(CompleteSlot(path, step, size, kind), ANSWER_SECONDS)
 
     def abandon(self, path: str, step: int, kind: Kind) -> None:
-        self._say(AbandonSlot(path, step, kind))
+        self._send_or_warn(AbandonSlot(path, step, kind))
 
     def pass_over(self, step: int) -> None:
         try:
@@ -268,38 +268,38 @@ class SidecarBackend:
 
     def no_deltas(self, message: str, since: int = 0) -> None:
         self._no_deltas = DeclineDeltas(message, since)
-        self._say(self._no_deltas)
+        self._send_or_warn(self._no_deltas)
 
     def cannot_save(self, message: str) -> None:
         self._lacking = message
-        self._say(ReportCannotSave(message))
+        self._send_or_warn(ReportCannotSave(message))
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
-        self._say(ReportFailing(reason, message, exit_code))
+        self._send_or_warn(ReportFailing(reason, message, exit_code))
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
-        with self._owed_lock:
-            self._owed = (step, loss, seconds, not_finite)
-        if time.monotonic() - self._told_at < _PROGRESS_LATE:
+        with self._pending_lock:
+            self._pending_progress = (step, loss, seconds, not_finite)
+        if time.monotonic() - self._progress_sent_at < _PROGRESS_LATE:
             return  # the other thread does it: waking the sidecar costs more than all else here
-        if self._telling.acquire(blocking=False):
+        if self._progress_lock.acquire(blocking=False):
             try:
-                self._tell_owed()
+                self._send_pending_progress()
             finally:
-                self._telling.release()
+                self._progress_lock.release()
 
     def flush(self) -> bool:
-        if self._owed is None:
+        if self._pending_progress is None:
             return True
         try:
-            with self._asking:
+            with self._request_lock:
                 self._connected()
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
             return False
-        with self._telling:
-            self._tell_owed()
-        return self._owed is None
+        with self._progress_lock:
+            self._send_pending_progress()
+        return self._pending_progress is None
 
     def close(self) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -313,23 +313,23 @@ class SidecarBackend:
         if self._link is not None:
             self._link.close()
 
-    def _tell_owed(self) -> None:
-        link, owed = self._link, self._owed
+    def _send_pending_progress(self) -> None:
+        link, owed = self._link, self._pending_progress
         if owed is None or link is None or link.closed:
             return
         step, loss, seconds, not_finite = owed
         request = ReportProgress(step, loss, seconds, not_finite)
         try:
-            if link.tell(request):
-                self._told_at = time.monotonic()
-                with self._owed_lock:
-                    if self._owed is owed:
-                        self._owed = None
+            if link.send_nowait(request):
+                self._progress_sent_at = time.monotonic()
+                with self._pending_lock:
+                    if self._pending_progress is owed:
+                        self._pending_progress = None
         except LinkBroken as error:
             self._warn("SidecarGone", str(error))
 
     def _reserve(self) -> None:
-        with self._asking:
+        with self._request_lock:
             self._connected()  # a new connection forgets what was reserved
         size, delta_size = self._wanted
         # As long as deltas may come, a request for none would report that this rank takes none.
@@ -340,7 +340,7 @@ class SidecarBackend:
             self._ask(said, RESERVE_SECONDS)
             self._reserved = wanted
 
-    def _say(self, request: Request) -> None:
+    def _send_or_warn(self, request: Request) -> None:
         try:
             self._ask(request, ANSWER_SECONDS)
         except Skipped as skipped:
@@ -348,7 +348,7 @@ class SidecarBackend:
 
     def _ask(self, request: Request, timeout: float) -> str:
         """Sends a request and returns the reply's path. Raises Skipped, whatever went wrong."""
-        with self._asking:
+        with self._request_lock:
             link = self._connected()
             try:
                 reply = self._exchange(link, request, timeout)

@@ -33,8 +33,8 @@ from tiercheck.protocol.artifacts.contents import (
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck.trainer.backends.backend import Offer, RestoreError
 from tiercheck.trainer.dcp.writer import LENGTHS, Note, rewrite_for_planner, step_of
-from tiercheck.trainer.restore.resharding import OtherRanks, merged_ranges
-from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_of
+from tiercheck.trainer.restore.resharding import SavedRanks, merged_ranges
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_of
 
 
 class TierCheckReader(StorageReader):
@@ -81,13 +81,13 @@ class TierCheckReader(StorageReader):
             raise RestoreError(f"{self._offer.version} can only be read by the rank that saved it")
         if self._offer.deltas:
             raise RestoreError(f"{self._offer.version} was saved by a Checkpointer, with deltas")
-        return _Saved(OtherRanks(self._offer.world_size, self._offer.borrow))
+        return _Saved(SavedRanks(self._offer.world_size, self._offer.borrow))
 
 
 class _Saved:
     """A version in torch.distributed.checkpoint's terms. All methods raise RestoreError."""
 
-    def __init__(self, others: OtherRanks) -> None:
+    def __init__(self, others: SavedRanks) -> None:
         self._others = others
         try:
             self._notes = [self._note(rank) for rank in range(others.world_size)]

@@ -31,10 +31,10 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.state.readable import must_come_back, read_plain, write_plain
+from tiercheck.trainer.state.readable import check_readable, read_plain, write_plain
 from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
-from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name
 
 Path = tuple[str | int, ...]
 
@@ -115,7 +115,7 @@ def readable(fqn: str, content: bytes, value: Callable[[], Any] | None) -> bytes
     except NotCapturable:
         if value is None:
             raise
-        must_come_back(found := value(), fqn)
+        check_readable(found := value(), fqn)
         return write_plain(found, fqn)
     return content
 

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 from tiercheck.trainer.deltas.encoding import are_equal_by_bits, decode, encode, have_same_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.state.replayable import (
-    inseparable,
     is_elementwise,
     is_known,
     own_attributes,
     plain_step,
+    why_not_separable,
 )
-from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, local_shard
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard
 
 _GRAIN = 1024
 """The number of elements of which cuts are at multiples."""
@@ -163,7 +163,7 @@ class Cloner:
 
     def _candidates(self, gradients: Sequence[Tensor | None] | None) -> Iterator[ProbeCandidate]:
         known, elementwise = is_known(self._optimizer), is_elementwise(self._optimizer)
-        may_cut = not inseparable(self._optimizer)
+        may_cut = not why_not_separable(self._optimizer)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             gradient = None if gradients is None else gradients[number]

@@ -23,7 +23,7 @@ from tiercheck.trainer.replicas.replicas import Replicas, cut, share_of
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.state.user_state import Packed
 from tiercheck.trainer.tensors.accelerator import Pending
-from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name
 
 REPLAY_BLOB = "replay"
 REPLAY_BYTES = "replay_bytes"

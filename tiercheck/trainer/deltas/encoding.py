@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.state.readable import is_record
-from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name, dtype_of, local_shard
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name, dtype_of, local_shard
 
 SAMPLE = 1024
 """The number of elements examined first."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tiercheck.trainer.state.replayable import SCALING
-from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard, read_each
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
 """The number of times in a row that a gradient in larger memory must be in new memory.

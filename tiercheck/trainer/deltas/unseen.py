@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.tensors.accelerator import on_host
-from tiercheck.trainer.tensors.leaves import PLAIN, parts
 from tiercheck.trainer.tensors.samples import Sample, Sampler
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, parts
 
 COMPILED = "updates happen without a call of the optimizer's hooks (a compiled or captured step)"
 FOREIGN = (
@@ -36,7 +36,7 @@ _PATIENCE = 2
 """The number of consecutive steps that another optimizer must have made."""
 
 
-class Unseen:
+class UnhookedUpdates:
     """Detects updates of a Checkpointer's parameters that call no hook. Only for the training thread."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -108,7 +108,7 @@ _DEEP, _MANY = 5, 10_000
 _PLAIN = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
 
 
-class NotGiven:
+class UnregisteredOptimizers:
     """Detects optimizers that train saved parameters and were not given to the Checkpointer."""
 
     def __init__(
@@ -163,7 +163,7 @@ class NotGiven:
             and not self._stands_for_another(optimizer)
         ):
             self._warn(
-                "NotGiven",
+                "UnregisteredOptimizers",
                 f"an optimizer ({type(optimizer).__name__}) that the Checkpointer was not given is in no "
                 "version",
             )
@@ -209,7 +209,7 @@ PATIENCE = 3
 """The number of incomplete deltas after which no more are taken."""
 
 
-class Untold:
+class UntrackedTensors:
     """Detects changes of one model's tensors that deltas do not record.
 
     Only for the saver thread, except `watch`, `begin` and `hopeless`."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.tensors.leaves import PLAIN, read_each
 from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, read_each
 
 _NUMBERS = {bool, int, float}
 _CONTAINERS = {list, dict, deque}

@@ -85,7 +85,7 @@ class ReconnectableGroups:
             c10d._rank_not_in_group = self._notice_exchange
 
     @property
-    def alone(self) -> bool:
+    def is_detached(self) -> bool:
         """Returns whether the other ranks are there already, and this one is still to join them."""
         return os.environ.get(ENV_JOINS) == "1"
 
@@ -100,7 +100,7 @@ class ReconnectableGroups:
         if c10d is not None:
             self._before_function = len(self._made), c10d._world.group_count
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """Leaves the other ranks: until `reconnect` the script is in its setup, as in a process that joins.
 
         A function that is entered again gets the groups that it made before.
@@ -236,7 +236,7 @@ class ReconnectableGroups:
         ):
             member = known.group is not None
             return (known.group, c10d._world.pg_map[known.group][1]) if member else (_NO_MEMBER, None)
-        if self.alone:
+        if self.is_detached:
             if backend == "fake" and self._made:
                 backend = self._made[0].backend
             bound.arguments["backend"] = c10d.Backend("fake")
@@ -247,7 +247,7 @@ class ReconnectableGroups:
         return made
 
     def _meet(self, *values: Any, **named: Any) -> Any:
-        if not self.alone:
+        if not self.is_detached:
             return self._rendezvous(*values, **named)
         found = _no_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return iter([found])
@@ -256,7 +256,7 @@ class ReconnectableGroups:
         """Records an exchange of values; torch.distributed's functions call it. Raises NotAlone if alone."""
         if not self.exchanged and (place := _called_by_script()):
             self.exchanged = place
-            if self.alone:
+            if self.is_detached:
                 raise NotAlone(f"the script exchanges values with other ranks before restore(), in {place}")
         return self._is_outside(group)
 

@@ -94,9 +94,9 @@ class StepLoop:
         Raises RestoreError within one of a function that was entered again and has not restored.
         """
         if _entered is not None and _entered.loop is not self:
-            if groups().alone:
+            if groups().is_detached:
                 raise RestoreError("the function that is entered again trains without restore()")
-            self.take_part()
+            self.join_entered_function()
         if self._inside and self._listener is not None and self._listener.is_interrupted:
             raise StepInterrupted("a newer attempt of the job has begun")
 
@@ -107,7 +107,7 @@ class StepLoop:
             self._listen(Path(run_dir))
         self._inside = True
 
-    def take_part(self) -> None:
+    def join_entered_function(self) -> None:
         """Makes what is trained next a step of the function that may be entered again, if there is one."""
         if _entered is not None:
             _entered.loop, self._listener = self, _entered.listener
@@ -186,7 +186,7 @@ class StepLoop:
     def enter_again(self) -> None:
         """Prepares the next call of the function, which goes on as a process that joins the next attempt."""
         self._wait_for_release()
-        groups().part()
+        groups().detach()
         self._enter_again(self._made_in is not None)
 
 

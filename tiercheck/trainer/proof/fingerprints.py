@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of
-from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable
 
 CAPACITY = 4096
 """The number of records. A rank that repeats more steps compares only the newest of them."""

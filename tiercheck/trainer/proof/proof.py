@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.tensors.leaves import Entry
 from tiercheck.trainer.tensors.samples import Sample, Sampler
+from tiercheck.trainer.tensors.tensor_parts import Entry
 
 SUM_BYTES = 4
 """Bytes of one checksum."""

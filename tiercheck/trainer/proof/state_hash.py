@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.tensors.leaves import is_wrapper, local_shard, parts
+from tiercheck.trainer.tensors.tensor_parts import is_wrapper, local_shard, parts
 
 MOST = 8
 """The largest k, where a delta has the fingerprints of every k-th tensor, in turn."""

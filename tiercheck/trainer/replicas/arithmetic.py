@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tiercheck.trainer.state.live import Wrapped
-from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard
+from tiercheck.trainer.state.aliasing import Wrapped
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard
 
 log = logging.getLogger("tiercheck")
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.backends.backend import Skipped, is_distributed, log
 from tiercheck.trainer.replicas.replicas import Shares, share_of
-from tiercheck.trainer.tensors.leaves import Entry, local_shard
 from tiercheck.trainer.tensors.samples import content
+from tiercheck.trainer.tensors.tensor_parts import Entry, local_shard
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -59,7 +59,7 @@ class _Ring:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ReplicaSamples:
     """The samples of one snapshot."""
 
     step: int
@@ -105,12 +105,12 @@ class Equality:
         self._of_tensor: dict[str, tuple[_Ring, ...]] = {}
         self._records: dict[str, deque[Any]] = {}
 
-    def look(self, step: int, entries: Sequence[Entry]) -> Looked:
+    def look(self, step: int, entries: Sequence[Entry]) -> ReplicaSamples:
         """Samples the state, which must not change meanwhile."""
         by_ring: dict[str, list[Entry]] = {}
         whole = not any(entry.piece is not None and entry.piece.span is not None for entry in entries)
         if self._store is None:
-            return Looked(step, whole)
+            return ReplicaSamples(step, whole)
         for entry in entries:
             for ring in self._rings_of(entry):
                 by_ring.setdefault(ring.name, []).append(entry)
@@ -123,9 +123,9 @@ class Equality:
                 else None
                 for entry in held[step % every :: every]
             }
-        return Looked(step, whole, samples)
+        return ReplicaSamples(step, whole, samples)
 
-    def judge(self, looked: Looked) -> None:
+    def judge(self, looked: ReplicaSamples) -> None:
         """Compares with the neighbours. Raises Skipped if the snapshot must not be completed."""
         if self._store is None or not looked.samples:
             return
@@ -142,7 +142,7 @@ class Equality:
         if found:
             raise Skipped("ReplicasDiffer", found)
 
-    def _compare(self, looked: Looked, store: Store) -> str:
+    def _compare(self, looked: ReplicaSamples, store: Store) -> str:
         """Returns the reason why the snapshot must not be completed; empty if there is none."""
         for name, sums in looked.sums.items():
             records = self._records.setdefault(name, deque(maxlen=_REMEMBERED))

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.artifacts.pieces import Piece, fair_span
 from tiercheck.trainer.backends.backend import shard_of
+from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.capture import Inventory
-from tiercheck.trainer.state.live import Wrapped
-from tiercheck.trainer.tensors.leaves import Entry, local_shard
+from tiercheck.trainer.tensors.tensor_parts import Entry, local_shard
 
 
 class Partitions:

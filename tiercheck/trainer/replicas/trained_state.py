@@ -12,12 +12,12 @@ from tiercheck.trainer.backends.backend import log, rank_and_world
 from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.replicas import Partitions, Shares
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
-from tiercheck.trainer.state.kept import refuse_inner
-from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
+from tiercheck.trainer.state.optimizer_state import refuse_inner
 from tiercheck.trainer.tensors.accelerator import accelerator_of
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 class TrainedState:

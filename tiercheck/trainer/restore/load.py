@@ -24,7 +24,8 @@ from tiercheck.trainer.proof.proof import first_difference
 from tiercheck.trainer.replicas.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_groups, describe_difference, group_as_saved
-from tiercheck.trainer.state import kept
+from tiercheck.trainer.state import optimizer_state
+from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.capture import (
     BESIDE,
     is_extra,
@@ -34,10 +35,10 @@ from tiercheck.trainer.state.capture import (
     own_entries,
 )
 from tiercheck.trainer.state.inventories import FSDP2
-from tiercheck.trainer.state.live import Wrapped
 from tiercheck.trainer.state.slot_file import SlotReader, StoredTensors
-from tiercheck.trainer.tensors.buffers import PASSING
-from tiercheck.trainer.tensors.leaves import (
+from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
+from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import (
     PLAIN,
     Entry,
     held_by,
@@ -47,7 +48,6 @@ from tiercheck.trainer.tensors.leaves import (
     parts,
     write,
 )
-from tiercheck.trainer.tensors.samples import Sampler
 
 
 class DifferentState(ValueError):
@@ -200,10 +200,10 @@ def _check_optimizer(
         raise DifferentState(f"optimizer {index} has other parameters or groups than in the checkpoint")
     for name, state in saved["states"].items():
         for key, described in state.items():
-            for stored in kept.stored_names(described, f"optimizer{index}/{name}/{key}"):
+            for stored in optimizer_state.stored_names(described, f"optimizer{index}/{name}/{key}"):
                 if stored not in tensors:
                     raise DifferentState(f"{stored} is missing in the checkpoint")
-    for stored in kept.stored_names_of_others(saved.get("others", ()), f"optimizer{index}/"):
+    for stored in optimizer_state.stored_names_of_others(saved.get("others", ()), f"optimizer{index}/"):
         if stored not in tensors:
             raise DifferentState(f"{stored} is missing in the checkpoint")
 
@@ -220,7 +220,7 @@ def _load_optimizer(
     """Rebuilds an optimizer's state, empty. Returns name, tensor and local shard of what is to be filled."""
     group_as_saved(optimizer, model, saved)
     set_hyper_parameters(optimizer, saved["groups"])
-    kept.put_attributes(optimizer, saved.get("attributes", {}))
+    optimizer_state.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()
     tensors, pieces = slot.tensors(), slot.pieces
     wanted: list[tuple[str, Tensor, Tensor]] = []
@@ -241,14 +241,14 @@ def _load_optimizer(
                     (entry.name, entry.origin if entry.origin is not None else entry.tensor, entry.tensor)
                 )
         state = {
-            key: kept.put_together(described, f"{prefix}{key}", make)
+            key: optimizer_state.put_together(described, f"{prefix}{key}", make)
             for key, described in saved["states"][name].items()
         }
         if state:
             optimizer.state[parameter] = state
-    kept.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()), model)
-    make = partial(rebuilt, parameter=kept.NOBODYS)
-    kept.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
+    optimizer_state.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()), model)
+    make = partial(rebuilt, parameter=optimizer_state.NO_PARAMETER)
+    optimizer_state.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
     return wanted
 
 
@@ -293,9 +293,8 @@ def room_for(
 ) -> tuple[Tensor, Tensor]:
     """Returns memory for an optimizer's tensor: same device kind, memory order and sharding as saved.
 
-    `described`: by `kept.describe`. Returns what is to be filled, of local `shape`, and the tensor that it is
-    the local shard of (or itself).
-    """
+    `described`: by `optimizer_state.describe`. Returns what is to be filled, of local `shape`, and the tensor
+    that it is the local shard of (or itself)."""
     shard = next(leaf for _, leaf in parts(parameter)) if is_wrapper(parameter) else local_shard(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
     if shape == tuple(shard.shape):
@@ -339,7 +338,7 @@ def run_load_hooks(trained: TrainedState, facts: Mapping[str, Any]) -> None:
         for path, module in Wrapped.look(given).model.named_modules():
             if has_load_hooks(module) or has_load_hooks(given):
                 place = f"{begin}{path}{'.' if path else ''}"
-                hooked += [place, f"{PASSING}{place.removeprefix('model/')}"]
+                hooked += [place, f"{NON_PERSISTENT_PREFIX}{place.removeprefix('model/')}"]
     if not hooked and not any(extra for _, _, extra in models):
         return
     before = {entry.name: entry.tensor for entry in trained.inventories.take().entries}
@@ -351,7 +350,7 @@ def run_load_hooks(trained: TrainedState, facts: Mapping[str, Any]) -> None:
         if extra or any(map(has_load_hooks, given.modules())):
             _load(given, extra, {name.removeprefix(begin): value for name, value in saved.items()})
     for optimizer in filter(has_own_load, trained.optimizers):
-        with kept.unchanged(optimizer):
+        with optimizer_state.unchanged(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
     here = {entry.name: entry.tensor for entry in trained.inventories.take().entries}
     for name in saved.keys() & here.keys():

@@ -16,7 +16,7 @@ from tiercheck.trainer.replicas.replicas import Shares, exchange
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.replayable import SCALING, plain_step
 from tiercheck.trainer.tensors.buffers import Buffers
-from tiercheck.trainer.tensors.leaves import local_shard
+from tiercheck.trainer.tensors.tensor_parts import local_shard
 
 
 class Mismatch(Exception):

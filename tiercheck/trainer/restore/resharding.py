@@ -24,7 +24,7 @@ from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
-from tiercheck.trainer.state import kept, user_state
+from tiercheck.trainer.state import optimizer_state, user_state
 from tiercheck.trainer.state.capture import (
     is_extra,
     model_items,
@@ -36,10 +36,10 @@ from tiercheck.trainer.state.capture import (
 from tiercheck.trainer.state.frozen import evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.tensors.buffers import take_shape
-from tiercheck.trainer.tensors.leaves import PLAIN, held_by, local_shard
 from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, held_by, local_shard
 
-Borrow = Callable[[int, Ranges], str]
+SlotFetcher = Callable[[int, Ranges], str]
 """A function of a rank and byte ranges of its slot: the path of a file with them at their places.
 
 The header and the table of pieces are always there. Raises RestoreError.
@@ -67,7 +67,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalState:
     """This rank, with its current model and optimizers."""
 
     model: nn.Module
@@ -77,10 +77,10 @@ class Here:
     world_size: int
 
 
-class OtherRanks:
+class SavedRanks:
     """The slots of the `world_size` ranks that saved a version."""
 
-    def __init__(self, world_size: int, borrow: Borrow) -> None:
+    def __init__(self, world_size: int, borrow: SlotFetcher) -> None:
         self.world_size, self._borrow = world_size, borrow
         self._blobs: dict[int, dict[str, Any]] = {}
 
@@ -158,7 +158,7 @@ class OtherRanks:
 
 @torch.no_grad()
 def load_resharded(
-    here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None
+    here: LocalState, others: SavedRanks, *, beside: Mapping[str, nn.Module] | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Fills model and optimizers. Raises DifferentState, RestoreError, NotCapturable.
 
@@ -167,10 +167,10 @@ def load_resharded(
     numbers: two ranks with the same ones would see the same data.
     """
     model, shares, rank = here.model, here.shares, here.rank
-    namesake = rank % others.world_size
-    blobs = {namesake: others.blob(namesake)}
-    facts = blobs[namesake]["facts"]
-    imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
+    blob_rank = rank % others.world_size
+    blobs = {blob_rank: others.blob(blob_rank)}
+    facts = blobs[blob_rank]["facts"]
+    imported = others.beginnings[blob_rank].header.metadata.get(FORMAT) == IMPORT
     for slot in others.beginnings:
         add_tensors(model, beside or {}, slot.tensors(), facts.get("grown", ()))
     if not imported:
@@ -186,20 +186,22 @@ def load_resharded(
         # Any rank that had a parameter describes what the optimizer keeps of it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
             blobs[source] = others.blob(source)
-        more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
+        more = _optimizer(
+            index, optimizer, model, shares, others, blobs=blobs, blob_rank=blob_rank, held=held
+        )
         takes += _plan(more, others, rank)
     _refuse_rank_own((each for each, _ in takes), others, here.world_size)
     _read(takes, others)
     filled = {each.name: each.local for each, _ in takes}
     proof = dict(zip(filled, Sampler().take([*filled.values()]).sums, strict=True))
-    content = blobs[namesake]
+    content = blobs[blob_rank]
     freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
     if facts.get("parameters") == names_of(model):
         evaluate_as_saved(model, facts)
     return {**content, "random": content["random"] if rank < others.world_size else None}, proof
 
 
-def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: int) -> None:
+def _refuse_rank_own(wanted: Iterable[_Wanted], others: SavedRanks, world_size: int) -> None:
     """Raises DifferentState for a trained tensor that differs between ranks, if their number changed.
 
     Another number of ranks would have some of them twice, or not at all.
@@ -215,7 +217,7 @@ def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: 
             )
 
 
-def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
+def _refuse_left_over(model: nn.Module, others: SavedRanks) -> None:
     """Raises DifferentState if no rank has a place for a saved tensor of the model. A collective call."""
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
@@ -223,7 +225,7 @@ def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
         raise DifferentState(describe_difference(lost, here - saved))
 
 
-def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
+def _was_frozen(name: str, others: SavedRanks, rank: int) -> bool | None:
     """Returns whether a parameter, perhaps of another pipeline stage, was frozen; None: not known."""
     sources = others.sources(f"model/{name}", rank)
     frozen = others.facts(sources[0][0]).get("frozen") if sources else None
@@ -231,7 +233,7 @@ def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
 
 
 def _model(
-    here: Here, others: OtherRanks, extra: Mapping[str, Any], model: nn.Module, prefix: str = "model/"
+    here: LocalState, others: SavedRanks, extra: Mapping[str, Any], model: nn.Module, prefix: str = "model/"
 ) -> Iterator[_Wanted]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for key, value, trained in model_items(model):
@@ -246,7 +248,7 @@ def _model(
             raise DifferentState(f"{prefix}{key} is only in the model")
 
 
-def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRanks) -> set[int]:
+def _having(index: int, optimizer: Optimizer, model: nn.Module, others: SavedRanks) -> set[int]:
     """Returns, for each parameter, one rank with an optimizer that had it."""
     found = set()
     for name, _ in named_parameters_of(optimizer, model):
@@ -263,15 +265,15 @@ def _optimizer(
     optimizer: Optimizer,
     model: nn.Module,
     shares: Shares,
-    others: OtherRanks,
+    others: SavedRanks,
     *,
     blobs: Mapping[int, dict[str, Any]],
-    namesake: int,
+    blob_rank: int,
     held: Callable[[Tensor], bool],
 ) -> list[_Wanted]:
     """Rebuilds the optimizer's state, empty, and returns what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
-    own = blobs[namesake]["facts"]["optimizers"][index]
+    own = blobs[blob_rank]["facts"]["optimizers"][index]
     if own["class"] and own["class"] != type(optimizer).__name__:  # an import has none
         raise DifferentState(
             f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}"
@@ -283,10 +285,10 @@ def _optimizer(
         )
     group_as_saved(optimizer, model, own)
     set_hyper_parameters(optimizer, own["groups"])
-    kept.put_attributes(optimizer, own.get("attributes", {}))
+    optimizer_state.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()
     wanted: list[_Wanted] = []
-    same = blobs[namesake]["facts"].get("parameters") == names_of(model)
+    same = blobs[blob_rank]["facts"].get("parameters") == names_of(model)
     for name, parameter in named_parameters_of(optimizer, model):
         prefix = f"optimizer{index}/{name}/"
         mine = own_entries(prefix, name, parameter)
@@ -294,7 +296,7 @@ def _optimizer(
             raise DifferentState(
                 f"optimizer {index} has parameters of its own ({name}), of which parameters is not known here"
             )
-        stored_ones = [entry for entry in mine if others.sources(entry.name, namesake)]
+        stored_ones = [entry for entry in mine if others.sources(entry.name, blob_rank)]
         refuse_lost(mine, held, [entry.name for entry in stored_ones])
         wanted += (
             _Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter), True)
@@ -309,7 +311,7 @@ def _optimizer(
                 state[key] = described["value"]
                 continue
             stored = f"{prefix}{key}"
-            if not kept.is_plain(described):
+            if not optimizer_state.is_plain(described):
                 raise DifferentState(
                     f"{stored} is made of several tensors and cannot come back on another mesh"
                 )
@@ -318,14 +320,14 @@ def _optimizer(
         if state:
             optimizer.state[parameter] = state
 
-    kept.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()), model)
+    optimizer_state.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()), model)
 
     def private(stored: str, described: Mapping[str, Any]) -> Tensor:
         local = torch.empty(others.shape(stored), dtype=others.dtype(stored), device=described["device"])
         wanted.append(_Wanted(stored, local, None))
         return local
 
-    kept.put_back_others(optimizer, own.get("others", ()), f"optimizer{index}/", private)
+    optimizer_state.put_back_others(optimizer, own.get("others", ()), f"optimizer{index}/", private)
     return wanted
 
 
@@ -350,7 +352,7 @@ def _room(
 _Plan = list[tuple[_Wanted, Take[int]]]
 
 
-def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
+def _plan(wanted: Sequence[_Wanted], others: SavedRanks, rank: int) -> _Plan:
     """Returns the rank of each part: the one with this number if it has it, as it is often the nearest."""
     takes: _Plan = []
     for each in wanted:
@@ -371,7 +373,7 @@ def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
     return takes
 
 
-def _read(takes: _Plan, others: OtherRanks) -> None:
+def _read(takes: _Plan, others: SavedRanks) -> None:
     by_source: dict[int, _Plan] = {}
     for each, take in takes:
         by_source.setdefault(take.source, []).append((each, take))

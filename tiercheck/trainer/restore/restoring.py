@@ -39,13 +39,13 @@ from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
-from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
+from tiercheck.trainer.restore.resharding import LocalState, SavedRanks, load_resharded
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.frozen import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
-from tiercheck.trainer.tensors.buffers import PASSING
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 from tiercheck.trainer.training import name_of
 
 
@@ -76,7 +76,7 @@ class Found:
                 content = _OpenSlot.open(offer.deltas[-1] if offer.deltas else offer.path).content
             else:
                 assert offer.borrow is not None
-                content = OtherRanks(offer.world_size, offer.borrow).blob(0)
+                content = SavedRanks(offer.world_size, offer.borrow).blob(0)
             state: Mapping[str, Any] = content["state"]
         except (OSError, NotASlot, KeyError, ValueError, NotCapturable, RestoreError):
             return {}
@@ -232,13 +232,15 @@ class Restoring:
                 f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed"
             )
         try:
-            others = OtherRanks(offer.world_size, offer.borrow)
+            others = SavedRanks(offer.world_size, offer.borrow)
             trained.shares.whole = ""
             self._refuse_unequal(
                 others.beginnings[0].header.version,
                 (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
             )
-            here = Here(trained.model, trained.optimizers, trained.shares, trained.rank, trained.world_size)
+            here = LocalState(
+                trained.model, trained.optimizers, trained.shares, trained.rank, trained.world_size
+            )
             content, proof = load_resharded(here, others, beside=trained.beside)
             self._refuse_other_state(others.beginnings[0].header.version, proof)
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
@@ -324,7 +326,9 @@ class Restoring:
             return
         here = {entry.name: entry.tensor for entry in self._trained.inventories.take().entries}
         proof = {
-            name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)
+            name: checksum
+            for name, checksum in proof.items()
+            if name in here or not name.startswith(NON_PERSISTENT_PREFIX)
         }
         if name := first_difference(list(proof), list(proof.values()), here):
             self._give_up(version, f"after {version} was loaded, {name} is not what it was when it was saved")
@@ -337,8 +341,8 @@ class Restoring:
     def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:
         passing = self._trained.inventories.passing
         for name, value in slot.tensors().items():
-            if name.startswith(PASSING):
-                short = name.removeprefix(PASSING)
+            if name.startswith(NON_PERSISTENT_PREFIX):
+                short = name.removeprefix(NON_PERSISTENT_PREFIX)
                 if not passing.put_back(short, value):
                     passing.make(short, value)
         for name in facts.get("cleared", ()):

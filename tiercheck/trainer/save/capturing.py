@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tiercheck.trainer.deltas.unseen import FOREIGN, NotGiven, Unseen
+from tiercheck.trainer.deltas.unseen import FOREIGN, UnhookedUpdates, UnregisteredOptimizers
 from tiercheck.trainer.proof.proof import StateProof
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.save.deltas import Deltas
@@ -20,8 +20,8 @@ from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.tensors.accelerator import accelerator_of
-from tiercheck.trainer.tensors.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.training import TRAINING
 
 
@@ -31,10 +31,12 @@ class Capturing:
     def __init__(self, trained: TrainedState, saver: Saver, deltas: Deltas) -> None:
         self._trained, self._saver, self._deltas = trained, saver, deltas
         self._sampler = Sampler()
-        self.unseen = Unseen(trained.optimizers)
-        self.not_given = NotGiven(trained.modules, trained.optimizers, trained.state.values(), saver.warn)
+        self.unseen = UnhookedUpdates(trained.optimizers)
+        self.not_given = UnregisteredOptimizers(
+            trained.modules, trained.optimizers, trained.state.values(), saver.warn
+        )
         self._lost = ""
-        """The reason why no version holds all of the state, from `refused` or `NotGiven`."""
+        """The reason why no version holds all of the state, from `refused` or `UnregisteredOptimizers`."""
         self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
         """The names, shapes and dtypes of the model's tensors when `restore` was called."""
         self._began_training: list[list[str]] = []
@@ -85,7 +87,7 @@ class Capturing:
             self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
-            self._saver.tell_cannot_save(str(error))
+            self._saver.report_cannot_save(str(error))
         except Exception as error:  # invariant: no error of TierCheck stops training
             self._saver.warn(type(error).__name__, repr(error))
 
@@ -101,11 +103,11 @@ class Capturing:
         if self.unseen.found and not before:
             self._deltas.give_up(self.unseen.found)
         if self.unseen.found == FOREIGN != before:
-            self._saver.tell_cannot_save(FOREIGN)
+            self._saver.report_cannot_save(FOREIGN)
         before, self._lost = self._lost, self.refused or self.not_given.lost()
         if self._lost and not before:
             self._deltas.give_up(self._lost)
-            self._saver.tell_cannot_save(self._lost)
+            self._saver.report_cannot_save(self._lost)
 
     def take(self, step: int, loss: float | None, poisoned: bool) -> Snapshot | None:
         """Returns the snapshot after `step`; None, counted as skipped, if it cannot be taken.
@@ -122,11 +124,11 @@ class Capturing:
             return self._capture(step)
         except NotCapturable as error:
             self._skip(step, "NotCapturable", str(error))
-            self._saver.tell_cannot_save(str(error))
+            self._saver.report_cannot_save(str(error))
             return None
         except Exception as error:  # invariant: no error of TierCheck stops training
             self._skip(step, type(error).__name__, repr(error))
-            self._saver.tell_cannot_save(repr(error))
+            self._saver.report_cannot_save(repr(error))
             return None
 
     def _capture(self, step: int) -> Snapshot:
@@ -135,7 +137,7 @@ class Capturing:
         facts = {**inventory.facts, TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
-        if name := user_state.find_borrowed(state, [entry.tensor for entry in inventory.entries]):
+        if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
                 f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there "
@@ -184,7 +186,7 @@ class Capturing:
 
     def _skip(self, step: int, kind: str, message: str) -> None:
         self._saver.skip_snapshot(step, kind, message)
-        self._saver.tell_skipped(step)
+        self._saver.report_skipped(step)
 
 
 def _list_trained(inventory: Inventory) -> list[list[str]]:

@@ -32,14 +32,14 @@ from tiercheck.trainer.deltas.delta_format import (
     Planner,
     replay_blob,
 )
-from tiercheck.trainer.deltas.unseen import Untold
+from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.slot_context import Cancelled, Desk, Job
-from tiercheck.trainer.save.staging import Flight
+from tiercheck.trainer.save.slot_context import Cancelled, Job, SaveContext
+from tiercheck.trainer.save.staging import DeviceCopy
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, bytes_into
-from tiercheck.trainer.tensors.leaves import NotCapturable
 from tiercheck.trainer.tensors.samples import Sample
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 MOST = 0.8
 """The part of a step that its delta may take.
@@ -67,7 +67,7 @@ def there_is_time(taken: bool, delta: float, step: float, asked: float = 0.0) ->
     return delta <= (MOST if taken else AGAIN) * step and asked <= (ASKED if taken else ASKED_AGAIN) * step
 
 
-class Pace:
+class DeltaBudget:
     """Measures deltas, reported by the saver thread, and steps, reported by the training thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,7 +119,7 @@ class Pace:
         return there_is_time(taken, self.delta, self.step, self.asked)
 
 
-class Unbroken:
+class DeltaChain:
     """Tracks the steps that a chain can reach, from reports of the training and the saver thread."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Script:
     """A function called with an optimizer's gradients that were overwritten while they were read."""
     is_still: Callable[[list[int]], bool]
     """The function returned by `Watch.elsewhere`."""
-    untold: Untold
+    untracked: UntrackedTensors
 
 
 class Measured(Exception):
@@ -187,8 +187,8 @@ class Measured(Exception):
 class DeltaJob(Job):
     kind = Kind.DELTA
 
-    def __init__(self, desk: Desk, delta: Delta, script: Script) -> None:
-        super().__init__(desk, delta)
+    def __init__(self, context: SaveContext, delta: Delta, script: Script) -> None:
+        super().__init__(context, delta)
         self._delta = delta
         self._script = script
         self._layout: SlotLayout
@@ -201,9 +201,9 @@ class DeltaJob(Job):
 
     def copy(self) -> None:
         """Copies the delta, or starts the copy on a device. Also raises Measured."""
-        delta, desk = self._delta, self._desk
+        delta, context = self._delta, self._context
         begun = time.monotonic()
-        desk.follow(delta)
+        context.follow(delta)
         try:
             plan = self._script.planner.plan(delta)
             turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
@@ -215,38 +215,38 @@ class DeltaJob(Job):
         self._make_room()
         if delta.only_measure:
             raise Measured
-        self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
+        self._path = context.backend.begin(delta.step, self._layout.size, self.kind)
         self._guarded(lambda: self._copy(plan, turn))
         self.seconds = time.monotonic() - begun
 
     def land(self) -> None:
-        if self._flight is not None and self._delta.ready is not None:
+        if self._device_copy is not None and self._delta.ready is not None:
             self._guarded(self._land)
 
     def finish(self) -> None:
         begun = time.monotonic()
         self._guarded(self._finish)
-        self._desk.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
+        self._context.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
         self.seconds += time.monotonic() - begun
 
     def _make_room(self) -> None:
         """Reserves slots for this delta and slightly larger ones, at most for dense deltas."""
         size = self._layout.size
-        if size <= self._desk.delta_room:
+        if size <= self._context.delta_room:
             return
-        outgrew = self._desk.delta_room > 0
+        outgrew = self._context.delta_room > 0
         tensors = sum(item.tensor.nbytes for item in self._plan.items)
         dense = size - tensors + self._script.planner.dense_bytes(self._delta) + _UNIT
         room = max(size, min(dense, size + size // 4))
-        self._desk.delta_room = -(-room // _UNIT) * _UNIT
-        self._desk.backend.reserve(self._desk.snapshot_room, self._desk.delta_room)
+        self._context.delta_room = -(-room // _UNIT) * _UNIT
+        self._context.backend.reserve(self._context.snapshot_room, self._context.delta_room)
         if outgrew:
             raise Skipped("DeltaOutgrew", f"it needs {size} bytes; larger slots are reserved")
 
     @torch.no_grad()
     def _copy(self, plan: DeltaPlan, turn: list[Tensor]) -> None:
         delta = self._delta
-        writer = self._desk.open(self._path)
+        writer = self._context.open(self._path)
         self._views = writer.begin(self._layout)
         if delta.device is not None:
             writer.pin()  # before training waits for this artifact: it may take seconds
@@ -262,11 +262,11 @@ class DeltaJob(Job):
                 "Inexact", "something else than an update changed the state before its fingerprint was taken"
             )
         if delta.device is not None:
-            self._looked = self._script.untold.look()
-            self._flight = Flight(delta.device)
+            self._looked = self._script.untracked.look()
+            self._device_copy = DeviceCopy(delta.device)
             must = frozenset(item.name for item in plan.items if item.must_be_finite)
             items = (item.hand_over() for item in plan.items)
-            self._flight.begin(items, self._views, must if self._desk.gate() else ())
+            self._device_copy.begin(items, self._views, must if self._context.gate() else ())
             delta.done = delta.device.passed()
 
     def _copy_items(self, items: list[Item]) -> None:
@@ -278,11 +278,11 @@ class DeltaJob(Job):
         self._refuse_torn()
 
     def _land(self) -> None:
-        assert self._flight is not None
+        assert self._device_copy is not None
         assert self._delta.ready is not None
         self._delta.ready.synchronize()
         begun = time.monotonic()
-        self._flight.land(lambda name: self._by_name[name].copied())
+        self._device_copy.land(lambda name: self._by_name[name].copied())
         self._refuse_torn()
         self.seconds += time.monotonic() - begun
 
@@ -307,7 +307,7 @@ class DeltaJob(Job):
         """Raises Skipped if a tensor was changed that the delta does not record."""
         if self._looked is not None:
             told = {f"model/{name}" for name, _ in self._delta.buffers}
-            if name := self._script.untold.delta(self._delta.step, self._looked, told):
+            if name := self._script.untracked.delta(self._delta.step, self._looked, told):
                 raise Skipped(
                     "Inexact", f"{name}, which no optimizer updates, was changed behind torch's counters"
                 )
@@ -318,13 +318,13 @@ class DeltaJob(Job):
         blob = replay_blob(self._plan, self._hashes.texts(), delta.threads)
         bytes_into(self._views[REPLAY_BLOB], blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
-        if self._desk.gate():
+        if self._context.gate():
             self._refuse_non_finite(self._consumed())
-        self._desk.open(self._path).finish(
+        self._context.open(self._path).finish(
             self._layout,
-            self._desk.rank,
-            self._desk.version(delta.step),
-            self._desk.world_size,
+            self._context.rank,
+            self._context.version(delta.step),
+            self._context.world_size,
             {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(blob))},
             kind=self.kind,
         )

@@ -25,13 +25,13 @@ from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.save.delta import ASKED_AGAIN, Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.aliasing import is_final
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.frozen import Modes
-from tiercheck.trainer.state.live import is_final
-from tiercheck.trainer.state.replayable import hindrance, is_known
+from tiercheck.trainer.state.replayable import is_known, why_not_replayable
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.buffers import Buffers
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 log = logging.getLogger("tiercheck")
 
@@ -71,7 +71,7 @@ class Deltas:
         self.evaluating = False
         """The same as `Inventories.evaluating`."""
         if is_final(model):
-            self._look_around()
+            self._rescan_model()
 
     @property
     def active(self) -> bool:
@@ -82,16 +82,16 @@ class Deltas:
         """Handles the start of training. `restored`: the version's step, if any.
 
         `room`: bytes of its largest delta."""
-        self._look_around()
+        self._rescan_model()
         self._mark = self._watch.read()
-        self._harmless(self._saver.untold.begin)
-        self._saver.pace.begin_step()
+        self._never_raise(self._saver.untracked.begin)
+        self._saver.delta_budget.begin_step()
         if restored is not None:
-            self._saver.unbroken.restored(restored)
+            self._saver.delta_chain.restored(restored)
         self._measured = room > 0
         if self.active:
             for optimizer in self._optimizers:
-                if reason := hindrance(optimizer):
+                if reason := why_not_replayable(optimizer):
                     self.give_up(reason)
                     return
 
@@ -99,23 +99,23 @@ class Deltas:
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Handles the start of an optimizer's update of `step`."""
-        self._harmless(lambda: self._before_update(index, step, arguments, named))
+        self._never_raise(lambda: self._before_update(index, step, arguments, named))
 
     def after_update(self, index: int) -> None:
         """Handles the end of an optimizer's update."""
-        self._harmless(lambda: self._after_update(index))
+        self._never_raise(lambda: self._after_update(index))
 
     def _before_update(
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         if not self._sizes:
-            self._look_around()  # lazy parameters have a shape by now
+            self._rescan_model()  # lazy parameters have a shape by now
         self._depth[index] += 1
         if self._depth[index] > 1:
             return  # a class that calls the step of its base class: the same update
         self._probing = self._probes[index].begins() and self.active and self._backend.delta is DeltaMode.AUTO
         self._recording = self.active and (
-            self._probing or not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
+            self._probing or not self._measured or not self._accepted or self._saver.delta_chain.reaches(step)
         )
         if not self._recording:
             self._missed = True
@@ -148,14 +148,14 @@ class Deltas:
 
     def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         """Returns the delta of the ending step, if one is to be taken. `poisoned`: its loss is not finite."""
-        return self._harmless(lambda: self._end_step(step, state, poisoned))
+        return self._never_raise(lambda: self._end_step(step, state, poisoned))
 
     def _end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         accepted = self._accepted
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised has no end
-        self._look_at_the_clock()
-        if moved := self._saver.untold.hopeless:
+        self._update_pacing()
+        if moved := self._saver.untracked.hopeless:
             self.give_up(f"{moved}, which no optimizer updates, is changed behind torch's counters")
         if not self.active or not self._sizes:
             return None
@@ -169,7 +169,7 @@ class Deltas:
         self._mark = mark
         outside, self._outside = self._outside, ""
         if self._tree.changed() or trained_parameters(self._optimizers) != self._identities:
-            self._look_around()
+            self._rescan_model()
             inexact = inexact or "the model, or what its optimizers train, was changed"
             self._mark = self._watch.read()
             self._others_in_a_row += 1
@@ -179,7 +179,7 @@ class Deltas:
         else:
             self._others_in_a_row = 0
         changed = self._buffers.changed()
-        reaches = not missed and self._saver.unbroken.reaches(step)
+        reaches = not missed and self._saver.delta_chain.reaches(step)
         measure = bool(events) and not self._measured and not reaches
         if outside and accepted:
             self._outside_count += 1
@@ -203,26 +203,26 @@ class Deltas:
             self._given_up = True
             self._doubtful = doubtful and self._first > 0
             self._saver.warn("NoDeltas", f"only snapshots are taken: {reason}")
-            self._saver.tell_no_deltas(reason, self._first if doubtful else 0)
+            self._saver.report_no_deltas(reason, self._first if doubtful else 0)
 
-    def _look_at_the_clock(self) -> None:
+    def _update_pacing(self) -> None:
         """Pauses deltas while they take too long for the steps, and resumes them when there is time."""
-        pace = self._saver.pace
-        too_slow = not pace.ends_step(not self._too_slow)
+        delta_budget = self._saver.delta_budget
+        too_slow = not delta_budget.ends_step(not self._too_slow)
         if too_slow is self._too_slow or self._given_up or self._backend.delta is DeltaMode.NONE:
             return
         self._too_slow = too_slow
-        seconds = f"a delta takes {pace.delta:.2g} s, a step {pace.step:.2g} s"
-        if pace.asked > ASKED_AGAIN * pace.step:
-            seconds += f", and the get_extra_state of modules takes {pace.asked:.2g} s of it"
+        seconds = f"a delta takes {delta_budget.delta:.2g} s, a step {delta_budget.step:.2g} s"
+        if delta_budget.asked > ASKED_AGAIN * delta_budget.step:
+            seconds += f", and the get_extra_state of modules takes {delta_budget.asked:.2g} s of it"
         if too_slow:
             reason = f"{seconds}, so that training would wait for deltas"
             log.warning("NoDeltas: only snapshots are taken until there is time for deltas: %s", reason)
             self._recorder.forget()
-            self._saver.tell_no_deltas(reason)
+            self._saver.report_no_deltas(reason)
         else:
             log.info("deltas are taken again: %s", seconds)
-            self._saver.tell_no_deltas("")
+            self._saver.report_no_deltas("")
 
     def needs_snapshot(self) -> bool:
         """Returns, once, whether a snapshot is due because the deltas since the last one are unusable."""
@@ -274,7 +274,7 @@ class Deltas:
     def _extra(self) -> dict[str, Any]:
         begun = time.monotonic()
         extra = self._buffers.extra()
-        self._saver.pace.note_extra_state(time.monotonic() - begun)
+        self._saver.delta_budget.note_extra_state(time.monotonic() - begun)
         return extra
 
     def _record(self, index: int) -> None:
@@ -283,7 +283,7 @@ class Deltas:
         if self._probing and event is not None:
             self._judge(lambda: self._probes[index].before(event))
 
-    def _harmless(self, work: Callable[[], T]) -> T | None:
+    def _never_raise(self, work: Callable[[], T]) -> T | None:
         """Runs `work`, and ends deltas on any error, for example a lack of memory, so that updates go on."""
         try:
             return work()
@@ -306,14 +306,14 @@ class Deltas:
     def _skip(self, step: int, due: bool, poisoned: bool, inexact: str) -> None:
         """Skips the delta of a step. `due`: this ends a chain."""
         if not due:
-            if self._saver.unbroken.begun:
+            if self._saver.delta_chain.begun:
                 self._saver.skip_delta(step)
         elif poisoned:
             self._saver.skip_delta(step, "NotFinite", "the loss is not finite")
         else:
             self._saver.skip_delta(step, "Inexact", inexact)
 
-    def _look_around(self) -> None:
+    def _rescan_model(self) -> None:
         """Lists parameters and buffers. Done rarely, because it takes too long for every step."""
         self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
         self._tree = Tree(self._model)
@@ -333,11 +333,11 @@ class Deltas:
             Planner(names, replicas),
             self._recorder.copy_at_once,
             self._watch.elsewhere(),
-            self._saver.untold,
+            self._saver.untracked,
         )
-        self._saver.untold.watch(self._never_told())
+        self._saver.untracked.watch(self._untracked_tensors())
 
-    def _never_told(self) -> dict[str, Tensor]:
+    def _untracked_tensors(self) -> dict[str, Tensor]:
         """Returns tensors that no delta has: parameters without an optimizer, and large buffers."""
         updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
         found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}

@@ -18,21 +18,21 @@ from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.backends.backend import Backend, Skipped, WarnOnce
 from tiercheck.trainer.deltas.delta_format import Delta
-from tiercheck.trainer.deltas.unseen import Untold
+from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.save.delta import DeltaJob, Measured, Pace, Script, Unbroken
+from tiercheck.trainer.save.delta import DeltaBudget, DeltaChain, DeltaJob, Measured, Script
 from tiercheck.trainer.save.slot_context import (
     CallBackend,
     Cancelled,
     CopyArtifact,
     DeltaRoom,
-    Desk,
     End,
     FinishJob,
     Job,
     Layouts,
     Message,
     Sanity,
+    SaveContext,
     Submitted,
     Task,
     UnknownRoom,
@@ -64,11 +64,13 @@ class Saver:
         """`threads`: torch's number in the saver thread; the training thread's number is unchanged."""
         self._backend = backend
         self.sanity = Sanity()
-        self.unbroken = Unbroken()
-        self.pace = Pace()
+        self.delta_chain = DeltaChain()
+        self.delta_budget = DeltaBudget()
         # No reference cycle, so that an attempt's objects are freed with it, not later by the collector.
         self.layouts = Layouts(partial(Saver.reserve, weakref.proxy(self)))
-        self._desk = Desk(backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality)
+        self._context = SaveContext(
+            backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality
+        )
         self.script: Script | None = None
         """The properties of the script, set before the first delta is submitted."""
         self.warn = WarnOnce()
@@ -76,7 +78,7 @@ class Saver:
         self.deltas = self.deltas_skipped = 0
         self.mutating: set[str] = set()
         """The tensors found to change outside the optimizer, which are therefore copied at once."""
-        self.untold = Untold()
+        self.untracked = UntrackedTensors()
         self._count_lock = threading.Lock()
         self._current: list[Pending] = []
         self._held: list[tuple[Accelerator, Mark]] = []
@@ -89,7 +91,7 @@ class Saver:
         self._unfinished: deque[FinishJob] = deque()
         self._copies: deque[CopyArtifact] = deque()
         """The submitted artifacts of which the copy has not begun."""
-        self._told: queue.SimpleQueue[Submitted | Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Submitted | Message] = queue.SimpleQueue()
         """The messages of the training thread."""
         self._later: deque[Message] = deque()
         before, alone = torch.get_num_threads(), threading.Event()
@@ -108,21 +110,21 @@ class Saver:
         self._current = [a for a in artifacts if not (isinstance(a, Delta) and a.only_measure)]
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
-                self.unbroken.snapshot(artifact.step)
-        self._told.put(Submitted(artifacts))
+                self.delta_chain.snapshot(artifact.step)
+        self._inbox.put(Submitted(artifacts))
 
     def barrier(self) -> None:
         """Returns when the state may be changed: at once if no copy is running, or only one on a device."""
         current, self._current = self._current, []
         for pending in current:
-            pending.let_go()
+            pending.mark_moved()
         patience, begun = self._backend.patience, time.monotonic()
         for pending in current:
             if patience is not None and not self._begins(pending, patience):
                 self.skip(pending, "SlowSidecar", "no slot was granted before the next update")
                 continue
-            if isinstance(pending, Snapshot) and pending.crew is not None:
-                pending.crew.help()  # instead of only waiting
+            if isinstance(pending, Snapshot) and pending.parallel_copy is not None:
+                pending.parallel_copy.assist()  # instead of only waiting
             pending.copied.wait()
             if pending.device is not None and pending.done is not None:
                 self._held.append((pending.device, pending.done))
@@ -133,7 +135,7 @@ class Saver:
         if current and all(
             pending.device is None for pending in current
         ):  # a device computes while this thread waits
-            self.pace.note_wait(time.monotonic() - begun)
+            self.delta_budget.note_wait(time.monotonic() - begun)
 
     def _begins(self, pending: Pending, patience: float) -> bool:
         """Returns whether its copy begins within `patience` seconds; cancels it if not."""
@@ -149,14 +151,14 @@ class Saver:
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
         """Requests slots of these bytes."""
-        self._told.put(CallBackend(partial(self._reserve, snapshot_room, delta_room)))
+        self._inbox.put(CallBackend(partial(self._reserve, snapshot_room, delta_room)))
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
         """Counts an artifact that is not taken, and logs the reason, once per kind."""
         if isinstance(artifact, Delta):
             self.skip_delta(artifact.step, kind, message)
         else:
-            self.unbroken.snapshot_failed(artifact.step)
+            self.delta_chain.snapshot_failed(artifact.step)
             self.skip_snapshot(artifact.step, kind, message)
 
     def skip_snapshot(self, step: int, kind: str, message: str) -> None:
@@ -166,41 +168,41 @@ class Saver:
 
     def skip_delta(self, step: int, kind: str = "", message: str = "") -> None:
         """Counts a skipped delta. Without a `kind`, logs nothing: it would have continued no chain."""
-        self.unbroken.delta_missing(step)
+        self.delta_chain.delta_missing(step)
         with self._count_lock:
             self.deltas_skipped += 1
         if kind:
             self.warn(f"Delta{kind}", f"the delta of step {step} is skipped: {message}")
 
-    def tell_skipped(self, step: int) -> None:
+    def report_skipped(self, step: int) -> None:
         """Reports to the backend that there will be no snapshot after `step`."""
-        self._told.put(CallBackend(partial(self._backend.pass_over, step)))
+        self._inbox.put(CallBackend(partial(self._backend.pass_over, step)))
 
-    def tell_no_deltas(self, why: str, since: int = 0) -> None:
+    def report_no_deltas(self, why: str, since: int = 0) -> None:
         """Reports to the backend that this rank takes no further deltas (`Backend.no_deltas`)."""
-        self._told.put(CallBackend(partial(self._backend.no_deltas, why, since)))
+        self._inbox.put(CallBackend(partial(self._backend.no_deltas, why, since)))
 
     def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
         """Reports the result of the resume's comparison to the backend (`Backend.resumed`)."""
-        self._told.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message, suspected)))
+        self._inbox.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message, suspected)))
 
-    def tell_cannot_save(self, why: str) -> None:
+    def report_cannot_save(self, why: str) -> None:
         """Reports to the backend that nothing can be saved, until a snapshot is."""
-        self._told.put(CallBackend(partial(self._lack, why)))
+        self._inbox.put(CallBackend(partial(self._lack, why)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until everything submitted is done and progress is delivered; returns False at the timeout.
 
         `timeout` is in seconds."""
         done = threading.Event()
-        self._told.put(CallBackend(partial(self._flush, done)))
+        self._inbox.put(CallBackend(partial(self._flush, done)))
         return done.wait(timeout)
 
     def close(self, timeout: float) -> bool:
         """Finishes submitted work and ends the thread. Returns False if `timeout` seconds did not suffice."""
         self.barrier()
         self.wait(timeout)
-        self._told.put(End())
+        self._inbox.put(End())
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -244,7 +246,7 @@ class Saver:
             if self._later and not self._unfinished:
                 return self._later.popleft()
             try:
-                told = self._told.get(block=not self._unfinished, timeout=_TICK)
+                told = self._inbox.get(block=not self._unfinished, timeout=_TICK)
             except queue.Empty:
                 if self._unfinished:
                     return self._unfinished.popleft()
@@ -293,11 +295,11 @@ class Saver:
         job: Job
         try:
             if isinstance(pending, Snapshot):
-                job = SnapshotJob(self._desk, pending, self.mutating, self.untold)
+                job = SnapshotJob(self._context, pending, self.mutating, self.untracked)
             else:
                 assert isinstance(pending, Delta)
                 assert self.script is not None
-                job = DeltaJob(self._desk, pending, self.script)
+                job = DeltaJob(self._context, pending, self.script)
             job.copy()
         finally:
             pending.end()
@@ -309,7 +311,7 @@ class Saver:
         if job.kind is Kind.SNAPSHOT:
             self._lack("")
         if isinstance(job, DeltaJob):
-            self.pace.note_work(job.seconds)
+            self.delta_budget.note_work(job.seconds)
         with self._count_lock:
             self.captured += job.kind is Kind.SNAPSHOT
             self.deltas += job.kind is Kind.DELTA
@@ -335,9 +337,9 @@ class Saver:
             self._backend.cannot_save(why)
 
     def _reserve(self, snapshot_room: int, delta_room: DeltaRoom) -> None:
-        desk = self._desk
-        desk.snapshot_room = snapshot_room
+        context = self._context
+        context.snapshot_room = snapshot_room
         if isinstance(delta_room, int):
-            desk.delta_room = delta_room
+            context.delta_room = delta_room
         if delta_room is not UnknownRoom.KNOWN_SOON:
-            self._backend.reserve(desk.snapshot_room, desk.delta_room)
+            self._backend.reserve(context.snapshot_room, context.delta_room)

@@ -22,11 +22,11 @@ from tiercheck.trainer.backends.backend import Backend, Skipped
 from tiercheck.trainer.proof.proof import SUM_BYTES
 from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.staging import Flight
+from tiercheck.trainer.save.staging import DeviceCopy
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
 from tiercheck.trainer.tensors.accelerator import Pending
-from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, dtype_name
+from tiercheck.trainer.tensors.tensor_parts import Entry, NotCapturable, dtype_name
 
 
 class Sanity:
@@ -148,7 +148,7 @@ class Cancelled(Exception):
 
 
 @dataclass
-class Desk:
+class SaveContext:
     """The context in which the saver thread writes artifacts to slots."""
 
     backend: Backend
@@ -186,11 +186,11 @@ class Job(ABC):
 
     kind: ClassVar[Kind]
 
-    def __init__(self, desk: Desk, pending: Pending) -> None:
-        self._desk, self.pending = desk, pending
+    def __init__(self, context: SaveContext, pending: Pending) -> None:
+        self._context, self.pending = context, pending
         self._path = ""
         self._views: dict[str, Tensor] = {}
-        self._flight: Flight | None = None
+        self._device_copy: DeviceCopy | None = None
 
     @abstractmethod
     def copy(self) -> None:
@@ -209,21 +209,21 @@ class Job(ABC):
         try:
             work()
         except BaseException as error:  # invariant: a slot left in use is lost for later artifacts
-            self._desk.backend.abandon(self._path, self.pending.step, self.kind)
+            self._context.backend.abandon(self._path, self.pending.step, self.kind)
             if isinstance(error, OSError | ValueError | RuntimeError):
                 raise Skipped("CannotWrite", str(error)) from error
             raise
 
     def _refuse_non_finite(self, names: Sequence[str]) -> None:
         """Raises Skipped if one of these holds an infinity or a NaN. Call after `land`."""
-        if self._flight is not None:
-            name = self._flight.non_finite(frozenset(names))
+        if self._device_copy is not None:
+            name = self._device_copy.non_finite(frozenset(names))
         else:
             name = staging.non_finite([(name, self._views[name]) for name in names])
         if name:
-            self._desk.sanity.refused(self.pending.step)
+            self._context.sanity.refused(self.pending.step)
             raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
-        self._desk.sanity.good(self.pending.step)
+        self._context.sanity.good(self.pending.step)
 
 
 @dataclass(frozen=True)

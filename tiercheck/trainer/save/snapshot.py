@@ -7,36 +7,38 @@ from collections.abc import Collection
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import Skipped
-from tiercheck.trainer.deltas.unseen import Untold
+from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.proof import proof
-from tiercheck.trainer.replicas.equality import REPLICAS, Looked
+from tiercheck.trainer.replicas.equality import REPLICAS, ReplicaSamples
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.slot_context import Cancelled, Desk, Job, Planned
-from tiercheck.trainer.save.staging import Crew, Flight, Snapshot
+from tiercheck.trainer.save.slot_context import Cancelled, Job, Planned, SaveContext
+from tiercheck.trainer.save.staging import DeviceCopy, ParallelCopy, Snapshot
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 
 class SnapshotJob(Job):
     kind = Kind.SNAPSHOT
 
-    def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
+    def __init__(
+        self, context: SaveContext, snapshot: Snapshot, mutating: set[str], untracked: UntrackedTensors
+    ) -> None:
         """Adds to `mutating` the names of tensors that are found to change outside the optimizer.
 
         Sends the snapshot's checksums to the detector of unrecorded changes."""
-        super().__init__(desk, snapshot)
+        super().__init__(context, snapshot)
         self._snapshot = snapshot
         self._mutating = mutating
-        self._untold = untold
+        self._untold = untracked
         self._planned: Planned
-        self._looked: Looked
+        self._looked: ReplicaSamples
         self._must_be_finite: list[str] | None = None
 
     def copy(self) -> None:
-        snapshot, backend = self._snapshot, self._desk.backend
-        self._desk.follow(snapshot)
+        snapshot, backend = self._snapshot, self._context.backend
+        self._context.follow(snapshot)
         try:
-            self._planned = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
+            self._planned = self._context.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
         except NotCapturable as error:
             backend.pass_over(snapshot.step)
             raise Skipped("NotCapturable", str(error)) from error
@@ -44,46 +46,46 @@ class SnapshotJob(Job):
         self._guarded(self._copy)
 
     def land(self) -> None:
-        if self._flight is not None:
-            self._guarded(self._flight.land)
+        if self._device_copy is not None:
+            self._guarded(self._device_copy.land)
 
     def finish(self) -> None:
         self._guarded(self._finish)
-        self._desk.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
+        self._context.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
 
     def _copy(self) -> None:
         snapshot = self._snapshot
-        writer = self._desk.open(self._path)
+        writer = self._context.open(self._path)
         self._views = writer.begin(self._planned.slot)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
-        if self._desk.gate():
+        if self._context.gate():
             # Buffers, such as masks, may hold infinities.
             self._must_be_finite = [entry.name for entry in snapshot.entries if entry.must_be_finite]
         if snapshot.device is None:
-            snapshot.crew = Crew(staging.pieces(items, self._views), staging.copy_tensor)
+            snapshot.parallel_copy = ParallelCopy(staging.pieces(items, self._views), staging.copy_tensor)
         else:
             writer.pin()  # before training waits for this artifact: it may take seconds
         if not snapshot.start():
             raise Cancelled
         if snapshot.device is None:
-            assert snapshot.crew is not None
-            snapshot.crew.join()
-            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
+            assert snapshot.parallel_copy is not None
+            snapshot.parallel_copy.join()
+            self._looked = self._context.equality.look(snapshot.step, snapshot.entries)
             self._refuse_changed()
         else:
-            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
-            self._flight = Flight(snapshot.device)
-            self._flight.begin(items, self._views, frozenset(self._must_be_finite or ()))
+            self._looked = self._context.equality.look(snapshot.step, snapshot.entries)
+            self._device_copy = DeviceCopy(snapshot.device)
+            self._device_copy.begin(items, self._views, frozenset(self._must_be_finite or ()))
             snapshot.done = snapshot.device.passed()
-        if self._desk.verify_all():
-            if self._flight is not None:
-                self._flight.land()
+        if self._context.verify_all():
+            if self._device_copy is not None:
+                self._device_copy.land()
             if other := proof.whole_difference(snapshot.entries, self._views, fetch=True):
                 raise self._torn([other])
 
     def _finish(self) -> None:
         snapshot = self._snapshot
-        if self._flight is not None:
+        if self._device_copy is not None:
             self._refuse_changed()
         self._prove()
         bytes_into(self._views[PIECES], self._planned.pieces)
@@ -91,16 +93,16 @@ class SnapshotJob(Job):
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._must_be_finite is not None:
             self._refuse_non_finite(self._must_be_finite)
-        self._desk.equality.judge(self._looked)
-        self._desk.open(self._path).finish(
+        self._context.equality.judge(self._looked)
+        self._context.open(self._path).finish(
             self._planned.slot,
-            self._desk.rank,
-            self._desk.version(snapshot.step),
-            self._desk.world_size,
+            self._context.rank,
+            self._context.version(snapshot.step),
+            self._context.world_size,
             {
                 USER_BYTES: str(len(snapshot.blob.written())),
                 REPLICAS: self._looked.written(),
-                DELTA_ROOM: str(self._desk.delta_room),
+                DELTA_ROOM: str(self._context.delta_room),
             },
         )
 

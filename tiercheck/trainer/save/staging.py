@@ -21,14 +21,14 @@ from tiercheck.trainer.deltas.watch import VersionCounters
 from tiercheck.trainer.proof.proof import StateProof
 from tiercheck.trainer.state.user_state import Packed
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, Pending
-from tiercheck.trainer.tensors.leaves import Entry
+from tiercheck.trainer.tensors.tensor_parts import Entry
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: enough to be efficient, few enough to let other threads run in between."""
 
 
-class Crew:
-    """Copies pieces (target, source) on the CPU in all threads that call `help`.
+class ParallelCopy:
+    """Copies pieces (target, source) on the CPU in all threads that call `assist`.
 
     The saver thread begins, and a training thread that has to wait for the copy takes part."""
 
@@ -43,7 +43,7 @@ class Crew:
         self._error: Exception | None = None
 
     @torch.no_grad()
-    def help(self) -> None:
+    def assist(self) -> None:
         """Copies until no piece is left to begin. Raises nothing; `join` raises errors."""
         while True:
             with self._idle:
@@ -64,7 +64,7 @@ class Crew:
 
     def join(self) -> None:
         """Copies the rest, and waits for other threads' pieces. Raises the first error of a copy."""
-        self.help()
+        self.assist()
         with self._idle:
             self._idle.wait_for(lambda: self._copying == 0)
             if self._error is not None:
@@ -79,7 +79,7 @@ class Snapshot(Pending):
     blob: Packed
     proof: StateProof
     """The proof of the state when `step` was called."""
-    crew: Crew | None = None
+    parallel_copy: ParallelCopy | None = None
     """The copy in which the training thread can take part; set before the copy begins."""
     _changed: set[str] | None = None
 
@@ -101,10 +101,10 @@ class Snapshot(Pending):
                 self._changed = {self._lazy[number].name for number in moved}
             return self._changed
 
-    def let_go(self) -> None:
+    def mark_moved(self) -> None:
         if self.device is not None:
             self.changed()  # the device's copy continues while this thread starts the update
-        super().let_go()
+        super().mark_moved()
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
@@ -161,7 +161,7 @@ class _Stage:
 
 
 @dataclass
-class Flight:
+class DeviceCopy:
     """Running copies of named tensors from a device. The saver thread calls `begin`, then `land`."""
 
     device: Accelerator

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state import kept
+from tiercheck.trainer.state import optimizer_state
 from tiercheck.trainer.state.frozen import is_omitted, modes_of
 from tiercheck.trainer.state.readable import in_words
 from tiercheck.trainer.state.user_state import keys_of_metrics
-from tiercheck.trainer.tensors.buffers import PASSING
-from tiercheck.trainer.tensors.leaves import (
+from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
+from tiercheck.trainer.tensors.tensor_parts import (
     Entry,
     NotCapturable,
     held_by,
@@ -62,8 +62,8 @@ def take_inventory(
 ) -> Inventory:
     """Lists the state of `model`, `optimizers` and the modules `beside` them. Raises NotCapturable.
 
-    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: see `modes_of`.
-    `outer`: the optimizers that the script adds parameter groups to, if they are others (ZeRO).
+    `passing`, `cleared`: buffers that no state_dict holds (`NonPersistentBuffers.written`). `evaluating`: see
+    `modes_of`. `outer`: the optimizers that the script adds parameter groups to, if they are others (ZeRO).
     """
     beside = beside or {}
     entries: list[Entry] = []
@@ -78,7 +78,7 @@ def take_inventory(
     for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
-    entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
+    entries += (Entry(f"{NON_PERSISTENT_PREFIX}{name}", buffer, lazy=False) for name, buffer in passing)
     held = held_by(entry.tensor for entry in entries)
     for index, (optimizer, whole) in enumerate(zip(optimizers, outer or optimizers, strict=True)):
         states: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,9 @@ def take_inventory(
             if not all(held(entry.tensor) for entry in own):  # no module has it
                 entries += own
             states[name] = {
-                key: kept.describe(value, parameter, f"{prefix}{in_words(key)}", entries, optimizer)
+                key: optimizer_state.describe(
+                    value, parameter, f"{prefix}{in_words(key)}", entries, optimizer
+                )
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
         groups = [
@@ -103,9 +105,9 @@ def take_inventory(
                 "states": states,
                 "counts": counts,
                 "whole": [] if whole is optimizer else names_by_group(whole, model),
-                "attributes": kept.attributes_of(optimizer),
-                "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model), model),
-                "others": kept.describe_others(optimizer, f"optimizer{index}/", entries),
+                "attributes": optimizer_state.attributes_of(optimizer),
+                "ties": optimizer_state.ties_of(optimizer, named_parameters_of(optimizer, model), model),
+                "others": optimizer_state.describe_others(optimizer, f"optimizer{index}/", entries),
             }
         )
     return Inventory(tuple(entries), facts)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import RestoreError, rank_and_world
-from tiercheck.trainer.tensors.leaves import NotCapturable, is_wrapper, parts
 from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, is_wrapper, parts
 
 log = logging.getLogger("tiercheck")
 

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.state.aliasing import refuse_copies
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
-from tiercheck.trainer.state.kept import attributes_of, odd_attributes
-from tiercheck.trainer.state.live import refuse_copies
-from tiercheck.trainer.tensors.buffers import Passing
-from tiercheck.trainer.tensors.leaves import PLAIN, Entry, read_each
+from tiercheck.trainer.state.optimizer_state import attributes_of, odd_attributes
+from tiercheck.trainer.tensors.buffers import NonPersistentBuffers
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, read_each
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
 _hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
@@ -51,7 +51,7 @@ class Inventories:
         self._more = more
         self._model = model
         self._beside = beside or {}
-        self.passing = Passing(
+        self.passing = NonPersistentBuffers(
             {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
         )
         """The buffers that are not persistent. A restore calls their `begin`."""
@@ -71,7 +71,7 @@ class Inventories:
         """The index of each entry in the list of all tensors."""
         self._facts: dict[str, Any] = {}
         self._alike: object | None = None
-        self._believed: list[Any] = []
+        self._checked_addresses: list[Any] = []
         """The addresses of all tensors when `refuse_copies` last found no copy; empty: none."""
 
     def take(self) -> Inventory:
@@ -105,14 +105,14 @@ class Inventories:
         if self.first is not None:
             held = {entry.name for entry in inventory.entries if not entry.lazy}
             inventory.facts["grown"] = sorted(held - self.first)
-        looks = self._looks(inventory)
-        if not looks or looks != self._believed:
+        looks = self._addresses(inventory)
+        if not looks or looks != self._checked_addresses:
             refuse_copies(self._model, self._beside, inventory.entries)
-            self._believed = looks
+            self._checked_addresses = looks
         self._remember(inventory, passing)
         return inventory
 
-    def _looks(self, inventory: Inventory) -> list[Any]:
+    def _addresses(self, inventory: Inventory) -> list[Any]:
         """Returns the addresses of all tensors that modules hold or show; empty if not quickly known."""
         modules = [*self._all_modules()]
         owners = [*map(_parameters, modules), *map(_buffers, modules)]

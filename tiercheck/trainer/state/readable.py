@@ -33,7 +33,7 @@ from uuid import UUID
 
 import torch
 
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 MARK = "tiercheck.value"
 """The key of the kind of a record; its members, if it has any, are under `of`."""
@@ -83,7 +83,7 @@ _NAMED = {kind.__name__: kind for kind in (*_CONSTANTS, *_FILLED)}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, *_FILLED)}
 
 
-def taken_apart(value: Any) -> Apart | None:
+def to_record(value: Any) -> Apart | None:
     """Takes a value apart into a record; None: it is plain, a container of such, or unknown.
 
     Raises NotCapturable, without a name, for what would be a record but for its class.
@@ -109,11 +109,11 @@ def taken_apart(value: Any) -> Apart | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
         return {MARK: "namedtuple", "class": class_path(kind), "fields": list(kind._fields)}, tuple(value)
     if dataclasses.is_dataclass(kind):
-        return object_apart(value)
+        return object_to_record(value)
     return None if (written := _numpy_apart(value)) is None else (written, ())
 
 
-def object_apart(value: Any) -> Apart:
+def object_to_record(value: Any) -> Apart:
     """Takes apart an object that has plain attributes and nothing else. Raises NotCapturable."""
     kind = type(value)
     if not is_record(kind):
@@ -159,7 +159,7 @@ def encoded(value: Any, known: dict[int, Any], leaf: Leaf) -> Any:
         copy = known[id(value)] = tuple([encoded(each, known, leaf) for each in value])
     elif kind is torch.Tensor:
         copy = leaf(value, known)
-    elif (apart := taken_apart(value)) is not None:
+    elif (apart := to_record(value)) is not None:
         copy = known[id(value)] = apart[0]
         if apart[1]:
             copy["of"] = [encoded(each, known, leaf) for each in apart[1]]
@@ -282,28 +282,28 @@ def write_plain(value: Any, name: str, leaf: Leaf = lambda value, _: value) -> b
     return buffer.getvalue()
 
 
-def must_come_back(value: Any, name: str, within: frozenset[int] = frozenset()) -> None:
+def check_readable(value: Any, name: str, within: frozenset[int] = frozenset()) -> None:
     """Raises NotCapturable, with `name`, for what a checkpoint could hold and never give back."""
     kind = type(value)
     if kind in UNCHANGEABLE or kind in _seen or id(value) in within:
         return
     within |= {id(value)}
     try:
-        apart = taken_apart(value)
+        apart = to_record(value)
     except NotCapturable as error:
         raise NotCapturable(f"{name}: {error}") from None
     if apart is not None:
         for each in apart[1]:
-            must_come_back(each, name, within)
+            check_readable(each, name, within)
         return
     if kind in (dict, OrderedDict):
         for key, each in value.items():
-            must_come_back(key, name, within)
-            must_come_back(each, f"{name}/{in_words(key)}", within)
+            check_readable(key, name, within)
+            check_readable(each, f"{name}/{in_words(key)}", within)
         return
     if kind in (list, tuple):
         for each in value:
-            must_come_back(each, name, within)
+            check_readable(each, name, within)
         return
     try:
         buffer = io.BytesIO()
@@ -317,10 +317,10 @@ def must_come_back(value: Any, name: str, within: frozenset[int] = frozenset()) 
         _seen.add(kind)
 
 
-def comes_back(value: Any) -> bool:
+def is_readable(value: Any) -> bool:
     """Returns whether a value could be read back from a checkpoint."""
     try:
-        must_come_back(value, "")
+        check_readable(value, "")
     except NotCapturable:
         return False
     return True
@@ -399,7 +399,7 @@ def _is_odd(key: Any) -> bool:
         return False
     if isinstance(key, torch.Tensor):
         raise NotCapturable(f"{in_words(key)} is a key, and is another one after a restore: use its name")
-    return any(map(_is_odd, key)) if type(key) is tuple else taken_apart(key) is not None
+    return any(map(_is_odd, key)) if type(key) is tuple else to_record(key) is not None
 
 
 def _flat(pairs: Mapping[Any, Any]) -> list[Any]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.readable import taken_apart
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.state.readable import to_record
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
@@ -52,7 +52,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return is_known(optimizer) and type(optimizer).__name__ in _SEPARABLE
 
 
-def hindrance(optimizer: Optimizer) -> str:
+def why_not_replayable(optimizer: Optimizer) -> str:
     """Returns why an optimizer cannot be replayed whatever a probe finds; empty: no reason is known."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -62,7 +62,7 @@ def hindrance(optimizer: Optimizer) -> str:
     return ""
 
 
-def inseparable(optimizer: Optimizer) -> str:
+def why_not_separable(optimizer: Optimizer) -> str:
     """Returns why a part of the parameters, cut anywhere, could get other bits; empty: known not to.
 
     A test of every class shows it (tests/trainer/proof/test_probes.py). A probe may then try out a part of a
@@ -138,7 +138,7 @@ def is_value(value: Any) -> bool:
     if isinstance(value, _UNCHANGEABLE):
         return True
     try:
-        apart = taken_apart(value)
+        apart = to_record(value)
     except NotCapturable:
         return False
     return apart is not None and all(map(is_value, apart[1]))

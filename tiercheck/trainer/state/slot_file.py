@@ -28,7 +28,7 @@ from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of, page_lock, release
-from tiercheck.trainer.tensors.leaves import dtype_of, write
+from tiercheck.trainer.tensors.tensor_parts import dtype_of, write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024

@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tiercheck.trainer.state.readable import encoded, must_come_back, read_plain, write_plain
-from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, memory
+from tiercheck.trainer.state.readable import check_readable, encoded, read_plain, write_plain
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, memory
 
 _SMALLEST = 64 * 1024
 
@@ -114,7 +114,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _write_readable(content: Mapping[str, Any]) -> bytes:
     """Writes `content`. Raises NotCapturable, too, for what could be written, but not read back."""
     for name, part in (*content["state"].items(), *content["facts"].items()):
-        must_come_back(part, f"state[{name!r}]" if name in content["state"] else name)
+        check_readable(part, f"state[{name!r}]" if name in content["state"] else name)
     return write_plain(dict(content), "the user state")
 
 
@@ -176,7 +176,7 @@ def _state_of(name: str, holder: Any) -> Any:
     return dict(holder)
 
 
-def find_borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
+def find_aliased(state: State, tensors: Sequence[torch.Tensor]) -> str:
     """Returns the name of the first dict that holds one of `tensors` itself, not a copy; empty: none."""
     found = {
         name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
 _HOST = {"cpu", "meta"}
 _device = attrgetter("device")
@@ -228,7 +228,7 @@ class Pending:
             self.cancelled = not self.granted.is_set()
             return self.cancelled
 
-    def let_go(self) -> None:
+    def mark_moved(self) -> None:
         """Marks that the next update is about to begin (barrier)."""
         self.moved.set()
 

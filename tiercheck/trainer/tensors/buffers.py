@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, local_shard, write
 from tiercheck.trainer.tensors.samples import Sampler
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write
 
 log = logging.getLogger("tiercheck")
 
 ALWAYS = 64 * 1024
 """Bytes. The largest buffer that is always carried."""
 _NOTHING = 0, 0
-PASSING = "buffers/"
+NON_PERSISTENT_PREFIX = "buffers/"
 """The prefix of the names of buffers that are not persistent."""
 
 
@@ -89,7 +89,7 @@ class Buffers(_TrackedBuffers):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__({"": model}, persistent=True)
-        self._passing = Passing({"": model})
+        self._passing = NonPersistentBuffers({"": model})
         self._extra = {
             f"{prefix}._extra_state" if prefix else "_extra_state": module
             for prefix, module in model.named_modules()
@@ -165,7 +165,7 @@ class Buffers(_TrackedBuffers):
         super().clear(name)
 
 
-class Passing(_TrackedBuffers):
+class NonPersistentBuffers(_TrackedBuffers):
     """Tracks buffers that are in no state_dict (not persistent), but that training writes to.
 
     The next step depends on them. Most others are tables that the script makes anew, perhaps on purpose with

@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Odd:
+class _NonContiguous:
     """A tensor with elements that do not lie in order: they are looked up one by one."""
 
     tensor: Tensor
@@ -63,7 +63,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._known: list[Any] = []
-        self._groups: list[list[Tensor] | list[_Odd]] = []
+        self._groups: list[list[Tensor] | list[_NonContiguous]] = []
         self._places: tuple[tuple[int, int, int], ...] = ()
 
     @torch.no_grad()
@@ -75,11 +75,11 @@ class Sampler:
         except RuntimeError:  # one of them has no memory to look at
             known = []
         if known != self._known or not known:
-            self._look_around(tensors)
+            self._plan_places(tensors)
             self._known = known
         return Sample(tuple(torch.cat(_read(group)).view(-1) for group in self._groups), self._places)
 
-    def _look_around(self, tensors: Sequence[Tensor]) -> None:
+    def _plan_places(self, tensors: Sequence[Tensor]) -> None:
         by_kind: dict[tuple[torch.device, int], list[Any]] = {}
         ends: dict[tuple[torch.device, int], int] = {}
         places: list[tuple[int, int, int]] = []
@@ -104,22 +104,22 @@ def content(seen: Tensor) -> bytes:
 
 
 def _read(group: Any) -> list[Tensor]:
-    """Reads one kind of parts, as `_look_around` sorts them."""
+    """Reads one kind of parts, as `_plan_places` sorts them."""
     return (
         [odd.tensor[odd.index].view(-1).view(torch.uint8) for odd in group]
-        if type(group[0]) is _Odd
+        if type(group[0]) is _NonContiguous
         else group
     )
 
 
-def _part(tensor: Tensor) -> Tensor | _Odd:
+def _part(tensor: Tensor) -> Tensor | _NonContiguous:
     """Returns runs of a tensor's bytes as rows, or all its bytes if they are few."""
     size, element = tensor.nbytes, tensor.element_size()
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if size < _RUNS * _RUN:
         if plain:
             return tensor.view(-1).view(torch.uint8)
-        return _Odd(
+        return _NonContiguous(
             tensor, torch.unravel_index(torch.arange(tensor.numel(), device=tensor.device), tensor.shape)
         )
     count = _RUNS * -(-size // _CHUNK)
@@ -130,4 +130,4 @@ def _part(tensor: Tensor) -> Tensor | _Odd:
         return flat.as_strided((count, _RUN), (wide, 1), flat.storage_offset() + begin)
     starts = (torch.arange(count, device=tensor.device) * wide + begin) // element
     index = (starts[:, None] + torch.arange(_RUN // element, device=tensor.device)).view(-1)
-    return _Odd(tensor, torch.unravel_index(index, tensor.shape))
+    return _NonContiguous(tensor, torch.unravel_index(index, tensor.shape))

@@ -21,7 +21,7 @@ from celpy.celtypes import IntType
 from celpy.evaluation import CELEvalError
 
 from tiercheck_local.apiserver.errors import FieldCause, Object
-from tiercheck_operator.model.spelling import parse_amount
+from tiercheck_operator.model.serialization import parse_amount
 
 _REASONS = {
     "FieldValueInvalid": "Invalid value: {message}",

@@ -18,7 +18,7 @@ from tiercheck_operator.controller.attempt.readiness import (
     waiting_to_retry,
 )
 from tiercheck_operator.controller.failures.exits import MatchedRule, match_rule, note_failed_start
-from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
+from tiercheck_operator.controller.failures.hangs import find_hang, note_hang
 from tiercheck_operator.controller.failures.trigger import (
     fail_by_restart_limit,
     fail_by_rule,
@@ -65,7 +65,7 @@ _SNAPSHOTS_ONLY = 4
 
 
 @dataclass(frozen=True)
-class Begun:
+class NewAttempt:
     """A new attempt, to be written before anything of it is sent."""
 
     status: JobRecord
@@ -74,7 +74,7 @@ class Begun:
     """The finding for the condition Placed."""
 
 
-def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
+def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Finding:
     """Returns the next attempt if everything that it needs is known, else what is missing."""
     verdict = match_rule(situation, recovery)
     given_up = fail_hopeless_start(situation)
@@ -107,7 +107,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
     remote = problem.remote
     # A sidecar with a newer attempt than the status, which was edited or restored, would refuse a lower one.
     number = max(status.attempt, situation.newest_attempt) + 1
-    if first and remote.versions and not _counted(reports):
+    if first and remote.versions and not _ranks_known(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
         if remote.undecided:
@@ -124,7 +124,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
         target_step=spec.restore_step if first else None,
         prove_steps=0 if recovery.failed_versions else spec.prove_steps,
     )
-    outcome = _decided(problem, recovery)
+    outcome = _choose_outcome(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
         trouble = find_remote_trouble(reports)
         said = f" {trouble.message}" if remote.undecided and remote.reachable is False else ""
@@ -133,9 +133,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
     begun = _next_status(
         situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
     )
-    if len(reports) == len(situation.members) and _sees_all(remote, reports):
+    if len(reports) == len(situation.members) and _listing_is_complete(remote, reports):
         begun = replace(begun, history=_still_needed(begun.history, problem))
-    return Begun(begun, placed.as_saved(number, situation.membership), placed.found)
+    return NewAttempt(begun, placed.as_saved(number, situation.membership), placed.found)
 
 
 def _line_so_far(situation: Situation, recovery: Recovery) -> History:
@@ -148,7 +148,7 @@ def _line_so_far(situation: Situation, recovery: Recovery) -> History:
     return status.history.without_newest if recovery.undone and not as_asked else status.history
 
 
-def _sees_all(remote: RemoteInventory, reports: list[Report]) -> bool:
+def _listing_is_complete(remote: RemoteInventory, reports: list[Report]) -> bool:
     """Returns whether all of the remote tier is known: worker 0 lists it, others receive the newest only."""
     lists = (report.remote for report in reports if report.worker == 0)
     return not remote.configured or any(entry.configured and entry.reachable for entry in lists)
@@ -161,7 +161,7 @@ def _still_needed(history: History, problem: RecoveryProblem) -> History:
     return history.since(restored if oldest is None else min(oldest, restored))
 
 
-def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
+def _choose_outcome(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
     """Returns the outcome without versions that failed twice and, after many failures, without deltas.
     If that leaves no version, all are considered: a failure alone never leads to a fresh start."""
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
@@ -247,7 +247,7 @@ def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: b
     return "" if recovery.undone or not recovery.tries else "not all of them had made a step"
 
 
-def _counted(reports: list[Report]) -> bool:
+def _ranks_known(reports: list[Report]) -> bool:
     """Returns whether the rank counts of the remote tier's versions are known; only worker 0 reads them."""
     return any(
         report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)

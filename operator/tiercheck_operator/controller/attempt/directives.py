@@ -33,8 +33,8 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.serialization import parse_duration, parse_quantity
 from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
-from tiercheck_operator.model.spelling import parse_duration, parse_quantity
 from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.availability import Missing
 
@@ -82,7 +82,7 @@ def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
 
 def wanted_phase(status: JobRecord) -> Phase:
     """Returns the phase for the launchers: Hold before the attempt's release, then Release."""
-    return Phase.HOLD if status.on_way_back else Phase.RELEASE
+    return Phase.HOLD if status.is_restoring else Phase.RELEASE
 
 
 def due_directives(

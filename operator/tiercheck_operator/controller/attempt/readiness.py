@@ -148,7 +148,7 @@ def waiting_to_retry(obs: Observation, recovery: Recovery) -> Finding | None:
     times, tried = len(recovery.failed_versions), obs.job.status.restored_version
     if times < 2 or tried is None:
         return None
-    if times < _EXPLAINED and any(_explains(report, tried) for report in obs.last_words):
+    if times < _EXPLAINED and any(_explains(report, tried) for report in obs.all_attempt_reports):
         return None
     left = recovery.detected_at + obs.patience.retry - obs.now
     return Finding(conditions.RETRYING, recovery.message, left) if left > 0 else None
@@ -217,7 +217,7 @@ def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
 
 def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
     """Returns the workers without a ready launcher if they alone hold up the release, else none."""
-    if not status.on_way_back or len(reports) < obs.size:
+    if not status.is_restoring or len(reports) < obs.size:
         return []
     return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
 

@@ -58,7 +58,7 @@ def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
         rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
         if rule is not None:
             return MatchedRule(rule.action, rule.name)
-    return MatchedRule(RuleAction.RESTART if cause.own_fault else RuleAction.RESTART_IGNORING_LIMIT)
+    return MatchedRule(RuleAction.RESTART if cause.caused_by_training else RuleAction.RESTART_IGNORING_LIMIT)
 
 
 def first_match(
@@ -253,8 +253,10 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
     """Returns the seconds after a crash until what explains it would have shown.
     None are needed if all that ended were killed, which no other loss causes. A command that failed before
     its first step gets longer, as it would spend its restarts in a moment."""
-    if any(report.trainer.first_step_at for report in obs.last_words):
-        failed = [each.trainer for each in obs.last_words if each.trainer.state is TrainerState.FAILED]
+    if any(report.trainer.first_step_at for report in obs.all_attempt_reports):
+        failed = [
+            each.trainer for each in obs.all_attempt_reports if each.trainer.state is TrainerState.FAILED
+        ]
         killed = all(each.reason == SIGNALLED and each.exit_code not in _ECHOES for each in failed)
         return 0.0 if failed and killed else obs.patience.settle
     return max(obs.patience.settle, float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10))))

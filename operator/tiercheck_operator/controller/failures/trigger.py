@@ -16,7 +16,7 @@ from tiercheck_operator.controller.failures.exits import (
     failed_trainers,
     merge_facts,
 )
-from tiercheck_operator.controller.failures.standstill import find_hang
+from tiercheck_operator.controller.failures.hangs import find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -126,7 +126,7 @@ def find_trigger(situation: Situation) -> Trigger | None:
         pod = situation.members[first.worker]
         at = min(report.trainer.ended_at or situation.now for report in failed)
         return Trigger(cause_of_exit(first, pod), describe_exit(first, pod), at, facts_of_exit(first, pod))
-    if status.on_way_back:
+    if status.is_restoring:
         for worker, report in situation.attempt_reports.items():
             if report.restore.state is RestoreState.FAILED:
                 why = "; ".join(sentence for rank in report.restore.ranks for sentence in rank.failures)
@@ -195,7 +195,7 @@ def _diverged(situation: Situation) -> Trigger | None:
     """Returns a trigger if the sanity gate refused too many steps in a row.
     None of these was kept, so the newest version is good."""
     limit, status = situation.job.spec.rollback_after, situation.job.status
-    if limit is None or status.on_way_back:
+    if limit is None or status.is_restoring:
         return None
     for worker, report in situation.attempt_reports.items():
         if report.trainer.state is TrainerState.RUNNING and report.trainer.not_finite >= limit:

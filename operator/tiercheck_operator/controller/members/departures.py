@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from tiercheck.protocol.names import GPU_FAULT
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.failures.exits import describe_exit, fails_again
-from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
-from tiercheck_operator.controller.members.suspicion import Doubt, is_heard
+from tiercheck_operator.controller.failures.hangs import find_repeat_straggler, why_stalled
+from tiercheck_operator.controller.members.suspicion import SuspectedPod, is_answering
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Observation, PodView, Refusal
@@ -102,13 +102,13 @@ def describe_departures(
 
 def is_ready(obs: Observation, pod: PodView) -> bool:
     """Returns whether the pod could be directed to restore at once."""
-    report = obs.report(pod) if pod.node is not None and is_heard(obs, pod) else None
+    report = obs.report(pod) if pod.node is not None and is_answering(obs, pod) else None
     return report is not None and report.trainer.state is TrainerState.WAITING
 
 
-def find_moves(obs: Observation) -> Mapping[str, Doubt]:
+def find_moves(obs: Observation) -> Mapping[str, SuspectedPod]:
     """Returns the pods that are to be replaced on other nodes, by UID."""
-    pods = _accused(obs)
+    pods = _attempt_pods_by_worker(obs)
     barred = _barred(obs, pods)
     if barred:
         return barred
@@ -118,12 +118,12 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
             f"{describe_exit(start)}; that was before its first step, as the last time on this node, "
             "which is avoided"
         )
-        return {pods[start.worker].uid: Doubt(Cause.START_FAILED, why, start.trainer.ended_at)}
+        return {pods[start.worker].uid: SuspectedPod(Cause.START_FAILED, why, start.trainer.ended_at)}
     if not _shared(obs):
         return {}
-    again = held_up_again(obs, pods)
+    again = find_repeat_straggler(obs, pods)
     if again is not None:
-        return {again.uid: Doubt(Cause.HUNG, "it held all others up again; its node is avoided", None)}
+        return {again.uid: SuspectedPod(Cause.HUNG, "it held all others up again; its node is avoided", None)}
     if differed := _differed(obs, pods):
         return differed
     faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
@@ -133,10 +133,10 @@ def find_moves(obs: Observation) -> Mapping[str, Doubt]:
     said = report.trainer.failure
     why = pod.ill or (f"rank {said.rank}: {said.message}" if said is not None else "")
     why = f"{why}; its node is avoided"
-    return {pod.uid: Doubt(Cause.GPU_FAULT, why, report.trainer.ended_at)}
+    return {pod.uid: SuspectedPod(Cause.GPU_FAULT, why, report.trainer.ended_at)}
 
 
-def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
+def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, SuspectedPod]:
     """Returns the one pod where a suspected step gave other bits when it was repeated, else nothing.
     All ranks must have made a step, and all workers have compared: several that differ are not one's fault.
     """
@@ -149,10 +149,10 @@ def _differed(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Dou
         return {}
     pod, proof = found[0]
     why = f"rank {proof.rank}: {proof.message}; its node is avoided"
-    return {pod.uid: Doubt(Cause.STEP_DIFFERED, why, None)}
+    return {pod.uid: SuspectedPod(Cause.STEP_DIFFERED, why, None)}
 
 
-def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
+def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, SuspectedPod]:
     """Returns pods in which no attempt can begin and that may be moved.
     All others wait for them, so there is time to copy what such a pod holds."""
     # Not all need to have received the attempt's directive: an operator that died while it sent them left
@@ -198,14 +198,14 @@ def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
     return report.owes or unheard
 
 
-def _bar(obs: Observation, report: Report) -> Doubt | None:
+def _bar(obs: Observation, report: Report) -> SuspectedPod | None:
     trainer = report.trainer
     if trainer.stuck:
-        return Doubt(Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
+        return SuspectedPod(Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
     if trainer.unhealthy:
-        return Doubt(Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
+        return SuspectedPod(Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
     stalled = why_stalled(obs, report)
-    return Doubt(Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None) if stalled else None
+    return SuspectedPod(Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None) if stalled else None
 
 
 def _shared(obs: Observation) -> bool:
@@ -219,7 +219,7 @@ def _from_scratch(obs: Observation) -> bool:
     return status.recovery is not None and status.restored_version is None
 
 
-def _accused(obs: Observation) -> Mapping[int, PodView]:
+def _attempt_pods_by_worker(obs: Observation) -> Mapping[int, PodView]:
     """Returns each worker's pod that the attempt began with, else the newest one.
     A newer one is beside it if an operator made that and died before it recorded why."""
     pods: dict[int, PodView] = {}

@@ -20,10 +20,10 @@ import re
 from collections.abc import Collection, Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.suspicion import describe_training, is_heard, seconds_silent
+from tiercheck_operator.controller.members.suspicion import describe_training, is_answering, seconds_silent
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Finding
-from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, HostProbe, Observation, PodView
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _PACES = 2.0
@@ -44,8 +44,12 @@ def why_lost(obs: Observation, pod: PodView) -> str:
         return node.lost
     if all(other.lost for other in obs.nodes.values()):
         return ""  # there is no other node, and no evidence
-    if is_heard(obs, pod):
-        return f"{node.lost}, and nobody starts its trainer again" if _wants_a_kubelet(obs, pod) else ""
+    if is_answering(obs, pod):
+        return (
+            f"{node.lost}, and nobody starts its trainer again"
+            if _waits_for_trainer_restart(obs, pod)
+            else ""
+        )
     return node.lost if _silent_too(obs, pod) else ""
 
 
@@ -62,7 +66,7 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
     node = obs.nodes.get(pod.node) if pod.node is not None else None
     if pod.node is None or not obs.nodes:
         return False
-    return node is None or node.out_of_service or (bool(node.lost) and not is_heard(obs, pod))
+    return node is None or node.out_of_service or (bool(node.lost) and not is_answering(obs, pod))
 
 
 def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> Finding | None:
@@ -94,16 +98,16 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     seconds = obs.now - known.silent_since
     if pod.uid not in obs.attempt_pods:  # it holds nothing
         return seconds > (
-            patience.accused if any(is_heard(obs, other) for other in obs.living) else patience.silent
+            patience.accused if any(is_answering(obs, other) for other in obs.living) else patience.silent
         )
     members = [other for other in obs.living if other.uid in obs.attempt_pods]
-    answering = sum(is_heard(obs, other) for other in members)
+    answering = sum(is_answering(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused
     job = describe_training(obs)
     return answering > 0 and seconds > limit and job.stepped > max(limit, _PACES * job.pace)
 
 
-def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
+def _waits_for_trainer_restart(obs: Observation, pod: PodView) -> bool:
     """Returns whether the job waits for the pod's ended trainer container, which only a kubelet can start."""
     recovery, report = obs.job.status.recovery, obs.report(pod)
     if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
@@ -165,7 +169,7 @@ def find_silent_members(obs: Observation) -> list[PodView]:
     """Returns the attempt's members with a sidecar that does not answer for longer than one lost call.
     The list is empty if no sidecar answers: then the operator is cut off."""
     living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
-    if not any(is_heard(obs, pod) for pod in living):
+    if not any(is_answering(obs, pod) for pod in living):
         return []
     return [pod for pod in living if _away(obs, pod)]
 
@@ -174,7 +178,7 @@ def _away(obs: Observation, pod: PodView) -> bool:
     seconds = seconds_silent(obs, pod)
     if seconds is None:
         return False
-    refused = obs.reports[pod.uid].host is HostSign.REFUSED
+    refused = obs.reports[pod.uid].host is HostProbe.REFUSED
     return pod.sidecar.restarting or refused or seconds > obs.patience.accused
 
 
@@ -200,7 +204,7 @@ def describe_silent_sidecars(obs: Observation) -> Finding | None:
         kept = "What it holds stays in the pod's memory"
         text = f"{whose} {_how(pod)} and {_expected(pod)}. {until}. {kept}.{_advice(pod)}"
         return Finding(conditions.SIDECAR_RESTARTING, text)
-    if obs.reports[pod.uid].host is HostSign.REFUSED:
+    if obs.reports[pod.uid].host is HostProbe.REFUSED:
         # The kubelet reports it within a second or two; if it does not, the message adds that.
         lately = (seconds_silent(obs, pod) or 0.0) <= obs.patience.suspect
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"

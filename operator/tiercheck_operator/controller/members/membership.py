@@ -19,7 +19,7 @@ from tiercheck_operator.controller.members.departures import (
     is_ready,
 )
 from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left_down, why_lost
-from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
+from tiercheck_operator.controller.members.suspicion import SuspectedPod, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 from tiercheck_operator.model.status import PlaceRecord
@@ -93,15 +93,15 @@ def members_digest(members: Mapping[int, PodView]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
+def find_members(obs: Observation, suspected_pods: Mapping[str, SuspectedPod]) -> Membership:
     """Classifies every pod of the job. The mapping has the pods that the operator gives up, by UID."""
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
-    well = obs.all_trainers_well and not obs.job.status.on_way_back
+    well = obs.all_trainers_well and not obs.job.status.is_restoring
     moves = {} if well else find_moves(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        loss = classify_pod(obs, pod, doubted)
+        loss = classify_pod(obs, pod, suspected_pods)
         if loss is None and pod.uid in moves:
             loss = _given_up_by_us(pod, moves[pod.uid])
         if loss is not None:
@@ -170,12 +170,12 @@ def _lost(
     return Loss(pod.worker, cause, message, pod, node, at, why, of_place)
 
 
-def _given_up_by_us(pod: PodView, doubt: Doubt) -> Loss:
+def _given_up_by_us(pod: PodView, doubt: SuspectedPod) -> Loss:
     here = pod.node if doubt.of_node else None
     return _lost(pod, doubt.cause, doubt.why, node=here, at=doubt.since, of_place=doubt.of_node)
 
 
-def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
+def classify_pod(obs: Observation, pod: PodView, suspected_pods: Mapping[str, SuspectedPod]) -> Loss | None:
     """Returns why the pod is lost; None if it is not."""
     lost = partial(_lost, pod)
     node = obs.nodes.get(pod.node or "")
@@ -200,7 +200,7 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
         return lost(cause, why, of_place=_refused_by_kubelet(obs, pod))
     if pod.phase == "Succeeded":
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")
-    doubt = doubted.get(pod.uid)
+    doubt = suspected_pods.get(pod.uid)
     if doubt is not None:
         return _given_up_by_us(pod, doubt)
     stuck = _why_not_started(obs, pod)
@@ -218,7 +218,7 @@ def _refused_by_kubelet(obs: Observation, pod: PodView) -> bool:
 
 def _why_not_started(obs: Observation, pod: PodView) -> str:
     """Returns why a pod that has not started, while one elsewhere has, is given up; empty if it is not."""
-    unborn = pod.trainer.state is ContainerState.UNBORN
+    unborn = pod.trainer.state is ContainerState.NOT_STARTED
     if pod.housed_since is None or obs.job.spec.attach is not None or not unborn:
         return ""
     waited = obs.now - pod.housed_since

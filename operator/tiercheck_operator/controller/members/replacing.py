@@ -36,9 +36,7 @@ _NAMED = 4
 
 def preferred_against(situation: Situation) -> tuple[str, ...]:
     """Returns the host names that new pods stay away from if they can."""
-    found = (
-        situation.unwelcome | quiet_nodes(situation.testimony) | {place.node for place in situation.places}
-    )
+    found = situation.unwelcome | quiet_nodes(situation.evidence) | {place.node for place in situation.places}
     found |= {pod.node for pod in situation.living if pod.node and pod.ill}
     return tuple(sorted(_host(situation, name) for name in found if name in situation.nodes))
 

@@ -14,19 +14,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck.protocol.report import Break, TrainerState
+from tiercheck.protocol.report import ConnectionFailure, TrainerState
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.conditions import Cause, listed
-from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, HostProbe, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
-    Accusation,
     Limits,
+    PodEvidence,
     Suspicion,
     Training,
-    Witness,
+    UnreachableReport,
+    find_suspected_pods,
     find_unconfirmed,
     seconds_quiet,
-    suspects,
 )
 
 _STARTS = 150.0
@@ -36,7 +36,7 @@ _ASK_AGAIN = 1.0
 """Seconds between two calls to a pod that peers cannot reach."""
 
 
-def is_heard(obs: Observation, pod: PodView) -> bool:
+def is_answering(obs: Observation, pod: PodView) -> bool:
     """Returns whether the last call to its sidecar was answered."""
     known = obs.reports.get(pod.uid)
     return known is not None and known.silent_since is None and known.answered_at is not None
@@ -92,14 +92,14 @@ def describe_training(obs: Observation) -> Training:
         and known.report.attempt == status.attempt
     ]
     # Sidecars that were just started have no information yet on their trainers' steps.
-    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_heard(obs, pod)]
+    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_answering(obs, pod)]
     stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
     waits = status.recovery is not None and status.recovery.released_at is None
     return Training(stepped, status.step_seconds or 0.0, waits)
 
 
 @dataclass(frozen=True)
-class Doubt:
+class SuspectedPod:
     """The reason why the operator itself gives a pod up."""
 
     cause: Cause
@@ -110,37 +110,37 @@ class Doubt:
 
 
 @dataclass(frozen=True)
-class Testimony:
+class Evidence:
     """The evidence from the running pods about each other, collected once per reconcile."""
 
     running: Sequence[PodView]
-    witnesses: Sequence[Witness]
+    pod_evidence: Sequence[PodEvidence]
     training: Training
 
 
-def hear_witnesses(obs: Observation) -> Testimony:
+def collect_evidence(obs: Observation) -> Evidence:
     """Collects the evidence from all pods that were up and are not being ended."""
     running = [pod for pod in obs.living if was_up(obs, pod)]
     homes = {(pod.worker, pod.address): pod.uid for pod in running}
-    return Testimony(running, [_witness(obs, pod, homes) for pod in running], describe_training(obs))
+    return Evidence(running, [_evidence_of(obs, pod, homes) for pod in running], describe_training(obs))
 
 
-def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
+def find_doubts(obs: Observation, heard: Evidence) -> dict[str, SuspectedPod]:
     """Returns the pods to give up, by UID. Never all running pods: then the operator is cut off."""
-    running, witnesses = heard.running, heard.witnesses
+    running, pod_evidence = heard.running, heard.pod_evidence
     pods = {pod.uid: pod for pod in running}
-    silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
-    if not any(witness.silent is not None or witness.accuses for witness in witnesses):
+    silent = {witness.pod: witness for witness in pod_evidence if witness.silent is not None}
+    if not any(witness.silent is not None or witness.unreachable_peers for witness in pod_evidence):
         return {}
     found = {}
-    for uid, suspicion in suspects(witnesses, _limits(obs), heard.training).items():
+    for uid, suspicion in find_suspected_pods(pod_evidence, _limits(obs), heard.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have reported processes that are gone.
         unheard = gone and all(
-            silent[other].held is None and obs.reports[other].host is not HostSign.ACCEPTED for other in here
+            silent[other].held is None and obs.reports[other].host is not HostProbe.ACCEPTED for other in here
         )
-        found[uid] = Doubt(
+        found[uid] = SuspectedPod(
             cause=Cause.NODE_SILENT if suspicion.host_silent else Cause.SIDECAR_SILENT,
             why=_sentence(suspicion, pods, restart_due(obs, pods[uid])),
             since=obs.now - suspicion.seconds,
@@ -149,23 +149,25 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
     return found
 
 
-def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
+def due_probes(obs: Observation, heard: Evidence) -> list[ProbeSidecar]:
     """Returns the probes that are due at once.
     Pods that peers cannot reach: a long poll would notice their end seconds later. While a pod is silent:
     those that have not answered since, as the same cause may have ended them, once more before it is given
     up; and one that answers, to learn of steps, which long polls do not report."""
-    running, witnesses = heard.running, heard.witnesses
-    named = {entry.pod for witness in witnesses for entry in witness.accuses}
-    silent = [witness for witness in witnesses if witness.silent is not None]
+    running, pod_evidence = heard.running, heard.pod_evidence
+    named = {entry.pod for witness in pod_evidence for entry in witness.unreachable_peers}
+    silent = [witness for witness in pod_evidence if witness.silent is not None]
     limits, trained = _limits(obs), heard.training
-    last = [find_unconfirmed(witnesses, seconds_quiet(witness, trained), limits) for witness in silent]
+    last = [find_unconfirmed(pod_evidence, seconds_quiet(witness, trained), limits) for witness in silent]
     at_once = set[str]().union(*last)
     if silent:
         shortest = min(witness.silent or 0.0 for witness in silent)
         named |= {
-            witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest
+            witness.pod for witness in pod_evidence if witness.silent is None and witness.heard >= shortest
         }
-        named |= set([pod.uid for pod in running if is_heard(obs, pod) and pod.uid in obs.attempt_pods][:1])
+        named |= set(
+            [pod.uid for pod in running if is_answering(obs, pod) and pod.uid in obs.attempt_pods][:1]
+        )
     due = []
     for uid in sorted(named | at_once):
         known = obs.reports.get(uid)
@@ -176,19 +178,21 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
     return due
 
 
-def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
+def seconds_to_next_look(obs: Observation, heard: Evidence) -> float | None:
     """Returns the seconds to the next check; None if no pod is silent, reported unreachable or unclaimed."""
-    uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
+    uneasy = any(witness.silent is not None or witness.unreachable_peers for witness in heard.pod_evidence)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
 
-def quiet_nodes(heard: Testimony) -> frozenset[str]:
+def quiet_nodes(heard: Evidence) -> frozenset[str]:
     """Returns the names of nodes that may have died with one that is given up.
     A sidecar there does not answer us or a peer, not yet for long enough, and no kubelet explains it."""
-    accused = {each.pod for witness in heard.witnesses for each in witness.accuses if each.host_silent}
+    accused = {
+        each.pod for witness in heard.pod_evidence for each in witness.unreachable_peers if each.host_silent
+    }
     return frozenset(
         witness.node
-        for witness in heard.witnesses
+        for witness in heard.pod_evidence
         if witness.held is None and (witness.silent is not None or witness.pod in accused)
     )
 
@@ -200,27 +204,31 @@ def _limits(obs: Observation) -> Limits:
     )
 
 
-def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
+def _evidence_of(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> PodEvidence:
     known, silent = obs.reports.get(pod.uid), seconds_silent(obs, pod)
     report = obs.newest_reports.get(pod.uid) if silent is None else None
     current = obs.current_reports.get(pod.uid)
-    accuses = tuple(
-        Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)
+    unreachable_peers = tuple(
+        UnreachableReport(
+            homes[each.worker, each.host],
+            max(0.0, obs.now - each.since),
+            each.how is ConnectionFailure.SILENT,
+        )
         for each in (report.unreachable if report is not None else ())
         if (each.worker, each.host) in homes
     )
-    return Witness(
+    return PodEvidence(
         pod.uid,
         pod.node or "",
         silent,
         # While its sandbox is made anew, its address does not answer although its kubelet lives.
         host_answers=pod.remade_since is not None
-        or (known is not None and known.host is not HostSign.NOTHING),
+        or (known is not None and known.host is not HostProbe.NOTHING),
         heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
         held=None if silent is None else _held(obs, pod),
         takes_part=silent is None or pod.uid in obs.attempt_pods,
         failed=current is not None and current.trainer.state is TrainerState.FAILED,
-        accuses=accuses,
+        unreachable_peers=unreachable_peers,
     )
 
 
@@ -235,7 +243,7 @@ def _held(obs: Observation, pod: PodView) -> float | None:
 
 
 def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:
-    named = sorted(pods[uid].worker for uid in suspicion.accusers)
+    named = sorted(pods[uid].worker for uid in suspicion.reporters)
     workers = listed(named, 8)
     if suspicion.answers:
         return (

@@ -21,8 +21,8 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.saved_placement import CodeGroup
+from tiercheck_operator.model.serialization import parse_quantity
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.model.status import MemoryRecord
 
 _DENSE_DELTA = 3

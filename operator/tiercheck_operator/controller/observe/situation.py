@@ -18,7 +18,7 @@ from tiercheck_operator.controller.members.membership import (
     find_spares,
     note_places,
 )
-from tiercheck_operator.controller.members.suspicion import Testimony, find_doubts, hear_witnesses
+from tiercheck_operator.controller.members.suspicion import Evidence, collect_evidence, find_doubts
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import Observation, PodView
@@ -39,14 +39,14 @@ class Situation(Observation):
         return cls(**{field.name: getattr(obs, field.name) for field in fields(obs)})
 
     @cached_property
-    def testimony(self) -> Testimony:
+    def evidence(self) -> Evidence:
         """Returns what sidecars report about each other, and which of them are silent."""
-        return hear_witnesses(self)
+        return collect_evidence(self)
 
     @cached_property
     def membership(self) -> Membership:
         """Returns which pods are the job's workers, and which were lost."""
-        return find_members(self, find_doubts(self, self.testimony))
+        return find_members(self, find_doubts(self, self.evidence))
 
     @cached_property
     def members(self) -> Mapping[int, PodView]:
@@ -77,7 +77,7 @@ class Situation(Observation):
         Reports of lost pods count too, because nothing else is known of the last steps.
         """
         recovery = self.job.status.recovery
-        steps = [report.trainer.step or 0 for report in self.last_words]
+        steps = [report.trainer.step or 0 for report in self.all_attempt_reports]
         if recovery is not None:
             steps.append(recovery.reached)
             if recovery.decided_at is not None:

@@ -96,7 +96,7 @@ def replan(
         )
     if change.saved is None:
         return _settled(layout, saved, checked, change.reason)
-    return _patiently(situation, layout, saved, change)
+    return _begin_when_reason_lasts(situation, layout, saved, change)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
     return Replanned(replace(saved, domains=where, replanning=known), placed.record, finding)
 
 
-def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change) -> Replanned:
+def _begin_when_reason_lasts(
+    obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change
+) -> Replanned:
     """Begins moves once their reason has lasted, so that flapping moves nothing; rounds have a pause."""
     assert change.saved is not None
     known, patience = saved.replanning, obs.patience.relocate * (1 if change.urgent else _PATIENT_TIMES)

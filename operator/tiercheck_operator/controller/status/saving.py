@@ -75,7 +75,7 @@ def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] 
 
 def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
     """Returns `record` with what is newer in its attempt's reports, however many workers have one."""
-    reports = obs.last_words
+    reports = obs.all_attempt_reports
     steps = [report.trainer.step for report in reports if report.trainer.step is not None]
     step = max([record.step or 0, min(steps)]) if steps else record.step
     tiers = dict(record.tiers)
@@ -119,7 +119,7 @@ def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
     last = record.last_recovery
     if last is None or last.get("attempt") != record.attempt or not last.get("step"):
         return record
-    known = sorted(obs.last_words, key=lambda report: report.worker)
+    known = sorted(obs.all_attempt_reports, key=lambda report: report.worker)
     proofs = [(report.worker, found) for report in known if (found := report.trainer.resume)]
     if not proofs:
         return record

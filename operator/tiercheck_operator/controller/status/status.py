@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.failures.standstill import restored_bytes
+from tiercheck_operator.controller.failures.hangs import restored_bytes
 from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.lost_nodes import describe_sidecar_end, describe_silent_sidecars
 from tiercheck_operator.controller.members.replacing import describe_refusal
@@ -115,7 +115,7 @@ def _with_held_containers(situation: Situation, record: JobRecord, findings: Fin
     """Returns `findings` with the container that the kubelet cannot start, if the job waits for its pod."""
     held = sorted((pod for pod in situation.members.values() if pod.held), key=lambda pod: pod.worker)
     over = findings.over or situation.job.spec.suspend
-    if not held or over or not (findings.waiting or record.on_way_back):
+    if not held or over or not (findings.waiting or record.is_restoring):
         return findings
     image = any(word in held[0].held for word in _IMAGE)
     reason = conditions.IMAGE_PULL if image else conditions.CONTAINER_CANNOT_START

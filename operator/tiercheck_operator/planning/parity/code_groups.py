@@ -31,7 +31,7 @@ class HolderMatching:
         self.limit = -(-len(hands) * ground.copies // len(able)) if able else 0
         self.load: Counter[int] = Counter()
 
-    def take_back(self, group: int, holder: int, start: int) -> None:
+    def keep_previous_holder(self, group: int, holder: int, start: int) -> None:
         """Keeps a previous holder of the group if it may still hold for it."""
         if (
             holder < self.ground.workers
@@ -46,9 +46,9 @@ class HolderMatching:
     def match_at_level(self, level: int) -> None:
         """Adds holders in domains with fewer of the group than it can lose; unused domains first."""
         for most in sorted({1, self.ground.copies}):
-            round_ = _Round(self, level, most)
+            round_ = _LevelMatcher(self, level, most)
             for group in range(len(self.hands)):
-                round_.serve(group)
+                round_.match_group(group)
 
     def match_anywhere(self) -> None:
         """Adds any workers with room outside the group as the holders still lacking, least loaded first."""
@@ -83,7 +83,7 @@ class HolderMatching:
         return not counts[-1] and max(counts.values()) <= self.ground.copies
 
 
-class _Round:
+class _LevelMatcher:
     """Matches holders at one level with at most `most` workers of a group in one domain.
 
     It tracks the room for blocks in each domain, and makes room in full ones."""
@@ -104,10 +104,10 @@ class _Round:
             heapq.heapify(seats)
         self._roomiest = [(-free, place) for place, free in self._room.items() if free > 0]
         heapq.heapify(self._roomiest)
-        self._dead: set[int] = set()
+        self._exhausted: set[int] = set()
         """Full workers from which no chain of moves leads to a worker with room."""
 
-    def serve(self, group: int) -> None:
+    def match_group(self, group: int) -> None:
         """Adds the holders that the group lacks, as far as possible."""
         matching = self._matching
         while len(matching.holders[group]) < matching.ground.copies:
@@ -130,7 +130,7 @@ class _Round:
             if used[place] < self._most:
                 holder = self._seat(group, place)
         if holder is not None:
-            self._sit(group, holder)
+            self._assign(group, holder)
             passed[-1] = (-self._room[passed[-1][1]], passed[-1][1])
         for free, place in passed:
             if free:
@@ -140,7 +140,9 @@ class _Round:
     def _make_room(self, group: int) -> bool:
         """Moves other groups' blocks along a chain so that this group gets a holder; False: no chain."""
         matching = self._matching
-        every = [worker for worker in matching.able if self._domain[worker] >= 0 and worker not in self._dead]
+        every = [
+            worker for worker in matching.able if self._domain[worker] >= 0 and worker not in self._exhausted
+        ]
         first = [worker for worker in every if self._allows(group, worker)]
         came: dict[int, tuple[int, int] | None] = dict.fromkeys(first)
         free = [worker for worker in every if matching.load[worker] < matching.limit]
@@ -164,7 +166,7 @@ class _Round:
                     else:
                         later.append(target)
                 full = later
-        self._dead.update(came)
+        self._exhausted.update(came)
         return False
 
     def _shift(
@@ -179,16 +181,16 @@ class _Round:
         for seat, other, target in moves:
             if seat not in self._matching.holders[other] or not self._allows(other, target, instead_of=seat):
                 break
-            self._leave(other, seat)
-            self._sit(other, target)
+            self._unassign(other, seat)
+            self._assign(other, target)
             done.append((seat, other, target))
         else:
             if self._allows(group, moves[-1][0]):
-                self._sit(group, moves[-1][0])
+                self._assign(group, moves[-1][0])
                 return True
         for seat, other, target in reversed(done):
-            self._leave(other, target)
-            self._sit(other, seat)
+            self._unassign(other, target)
+            self._assign(other, seat)
         return False
 
     def _allows(self, group: int, worker: int, instead_of: int | None = None) -> bool:
@@ -214,11 +216,11 @@ class _Round:
                 best = entry
         return None if best is None else best[2]
 
-    def _sit(self, group: int, holder: int) -> None:
+    def _assign(self, group: int, holder: int) -> None:
         self._matching.give(group, holder)
         self._changed(holder, -1)
 
-    def _leave(self, group: int, holder: int) -> None:
+    def _unassign(self, group: int, holder: int) -> None:
         self._matching.take(group, holder)
         self._changed(holder, +1)
 
@@ -242,15 +244,15 @@ class OldGroup:
     """The worker that has block j."""
 
 
-def deal(
+def form_parity_groups(
     ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None
 ) -> tuple[CodeGroup, ...]:
     """Forms groups of all workers anew. `crowded_first`: largest domains first or last; None: by name."""
-    hands = _hands(ground, range(ground.workers), -(-ground.workers // data), crowded_first)
+    hands = _deal_members(ground, range(ground.workers), -(-ground.workers // data), crowded_first)
     return _with_holders(ground, start, hands, [()] * len(hands))
 
 
-def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGroup, ...] | None:
+def form_node_groups(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGroup, ...] | None:
     """Forms groups of whole nodes, so that fewer sets of nodes are fatal. None if nodes are not alike."""
     seats: dict[int, list[int]] = {}
     for worker in range(ground.workers):
@@ -269,7 +271,7 @@ def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGro
         or groups * size != -(-ground.workers // data)
     ):
         return None
-    hands = _hands(ground, first, groups)
+    hands = _deal_members(ground, first, groups)
     of_nodes = _with_holders(ground, start, hands, [()] * len(hands), among=first)
     lane = {workers[0]: workers for workers in seats.values()}
     return tuple(
@@ -313,8 +315,8 @@ def keep(
     rest = [worker for worker in range(ground.workers) if worker not in kept]
     count = wanted - len(good)
     if rest and not (count and sizes.issuperset({len(rest) // count, -(-len(rest) // count)})):
-        return deal(ground, start, data)
-    hands = _hands(ground, rest, count) if rest else []
+        return form_parity_groups(ground, start, data)
+    hands = _deal_members(ground, rest, count) if rest else []
     known_holders = {group.members: group.holders for group in previous}
     members = [*(group.members for group in good), *hands]
     return _with_holders(ground, start, members, [known_holders.get(hand, ()) for hand in members])
@@ -331,7 +333,7 @@ def _sound(ground: PlacementProblem, start: int, group: CodeGroup) -> bool:
     return False
 
 
-def _hands(
+def _deal_members(
     ground: PlacementProblem, workers: Sequence[int], count: int, crowded_first: bool | None = None
 ) -> list[tuple[int, ...]]:
     sign = 0 if crowded_first is None else -1 if crowded_first else 1
@@ -360,7 +362,7 @@ def _with_holders(
     matching = HolderMatching(ground, hands, able)
     for group, holders in enumerate(known):
         for holder in holders:
-            matching.take_back(group, holder, start)
+            matching.keep_previous_holder(group, holder, start)
     for level in range(start, len(ground.levels)):
         matching.match_at_level(level)
     matching.match_anywhere()

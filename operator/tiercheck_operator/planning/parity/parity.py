@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.parity.code_groups import deal, deal_nodes, keep
+from tiercheck_operator.planning.parity.code_groups import form_node_groups, form_parity_groups, keep
 from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.topology import Topology, short_name
@@ -150,17 +150,17 @@ def _best(
 ) -> tuple[CodeGroup, ...]:
     """Returns the draft that keeps most of the last placement and is complete, else the best of several."""
     drafts: list[tuple[CodeGroup, ...]] = []
-    if _still_meant(ground, data, previous):
+    if _is_current(ground, data, previous):
         drafts.append(tuple(previous))
     for opened in _OPENED if previous else ():
         drafts.append(keep(ground, start, data, previous, opened))
         if _complete(ground, start, drafts[-1]):
             return drafts[-1]
-    by_nodes = deal_nodes(ground, start, data)
+    by_nodes = form_node_groups(ground, start, data)
     if by_nodes is not None:
         drafts.append(by_nodes)
     for crowded_first in (None, True, False):
-        drafts.append(deal(ground, start, data, crowded_first))
+        drafts.append(form_parity_groups(ground, start, data, crowded_first))
         if _complete(ground, start, drafts[-1]):
             break
     best = min(drafts, key=lambda groups: _cost(ground, start, groups, previous))
@@ -177,7 +177,7 @@ def _best(
     return best
 
 
-def _still_meant(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup]) -> bool:
+def _is_current(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup]) -> bool:
     """Returns whether these groups cover all the workers, are as many as needed, and have usable holders."""
     members = sorted(member for group in groups for member in group.members)
     holders = {holder for group in groups for holder in group.holders}

@@ -21,7 +21,7 @@ from tiercheck_operator.planning.placement.problem import (
     Assignment,
     PlacementDraft,
     PlacementProblem,
-    is_bare,
+    has_no_copy,
 )
 
 
@@ -290,14 +290,14 @@ _MOST = 256
 """The most workers that get a first copy so; if more lack one, there is no room for all in any case."""
 
 
-def cover_bare(
+def assign_first_copies(
     ground: PlacementProblem, start: int, holders: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """Gives bare workers a copy, if needed in place of another's further copy; `start`: the wanted level."""
     covered = list(holders)
     if ground.copies < 2:
         return covered
-    bare = [worker for worker, kept in enumerate(covered) if is_bare(ground, worker, kept)]
+    bare = [worker for worker, kept in enumerate(covered) if has_no_copy(ground, worker, kept)]
     guests: dict[int, list[int]] = {}
     for owner, kept in enumerate(covered) if bare else ():
         for holder in kept:
@@ -311,11 +311,11 @@ def cover_bare(
             covered[found.owner] = tuple(each for each in covered[found.owner] if each != found.holder)
             guests[found.holder].remove(found.owner)
             losers.append(found.owner)
-        _give(ground, worker, found.holder, covered, guests)
+        _assign(ground, worker, found.holder, covered, guests)
     for worker in losers:
         elsewhere = _place_for(ground, start, worker, covered, guests, taking=False)
         if elsewhere is not None and len(covered[worker]) < ground.copies:
-            _give(ground, worker, elsewhere.holder, covered, guests)
+            _assign(ground, worker, elsewhere.holder, covered, guests)
     return covered
 
 
@@ -325,7 +325,7 @@ class _Place(NamedTuple):
     """The owner of the copy that the holder drops; None: no copy is dropped."""
 
 
-def _give(
+def _assign(
     ground: PlacementProblem,
     worker: int,
     holder: int,
@@ -350,7 +350,7 @@ def _place_for(
     for holder in range(ground.workers):
         if (
             not ground.can_hold[holder]
-            or is_bare(ground, worker, (holder,))
+            or has_no_copy(ground, worker, (holder,))
             or holder in (worker, *covered[worker])
         ):
             continue
@@ -359,7 +359,7 @@ def _place_for(
         owners: Sequence[int | None] = [None] if free else there if taking else ()
         for owner in owners:
             rest = () if owner is None else tuple(each for each in covered[owner] if each != holder)
-            if owner is not None and is_bare(ground, owner, rest):
+            if owner is not None and has_no_copy(ground, owner, rest):
                 continue
             level = ground.parting_level(start, worker, holder)
             loss = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.groups import (
-    cover_bare,
+    assign_first_copies,
     fill,
     fill_level,
     form_groups,
@@ -31,7 +31,7 @@ from tiercheck_operator.planning.placement.problem import (
     cost,
     tolerated,
 )
-from tiercheck_operator.planning.replan.trade import trade
+from tiercheck_operator.planning.replan.swap_holders import swap_holders
 from tiercheck_operator.planning.topology import Topology, short_name
 
 __all__ = ["Placement", "PlacementPolicy", "Unplaceable", "WorkerSite", "describe", "place"]
@@ -142,8 +142,8 @@ def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, 
         ]
         if _usable(ground, before):
             drafts.append([before[worker] for worker in range(ground.workers)])
-        drafts += [trade(ground, start, holders) for holders in drafts]
-    drafts = [cover_bare(ground, start, holders) for holders in drafts]
+        drafts += [swap_holders(ground, start, holders) for holders in drafts]
+    drafts = [assign_first_copies(ground, start, holders) for holders in drafts]
     costs = [cost(ground, start, holders, before) for holders in drafts]
     return tuple(drafts[costs.index(min(costs))])
 

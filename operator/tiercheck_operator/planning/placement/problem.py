@@ -188,7 +188,7 @@ class PlacementDraft:
             self.holders[owner] = holders
 
 
-def is_bare(ground: PlacementProblem, worker: int, kept: Sequence[int]) -> bool:
+def has_no_copy(ground: PlacementProblem, worker: int, kept: Sequence[int]) -> bool:
     """Returns whether no copy of the worker is on another node although there is one."""
     return ground.copies > 0 and not any(
         ground.one_node or ground.node[h] != ground.node[worker] for h in kept
@@ -220,7 +220,7 @@ def cost(
     sets: set[tuple[int, ...]] = set()
     load: Counter[int] = Counter()
     for worker, kept in enumerate(holders):
-        bare += is_bare(ground, worker, kept)
+        bare += has_no_copy(ground, worker, kept)
         lacking += ground.copies - len(kept)
         for position, level in enumerate(levels):
             if len(kept) < ground.copies or not all(ground.apart(level, worker, holder) for holder in kept):
@@ -274,7 +274,7 @@ Holders = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, order=True)
-class PlacementStanding:
+class PlacementScore:
     """Rates a placement: fields are compared in this order, and smaller is better."""
 
     bare: int
@@ -296,9 +296,9 @@ class PlacementStanding:
         return self.bare, self.lacking, self.near, self.unfit
 
 
-def standing_of(
+def score_placement(
     ground: PlacementProblem, start: int, holders: Holders, among: Collection[int] | None = None
-) -> PlacementStanding:
+) -> PlacementScore:
     """Rates `holders`; `among`: only these workers and holders. `start`: the index of the wanted level."""
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
@@ -308,7 +308,7 @@ def standing_of(
         load.update(kept)
         if among is not None and worker not in among:
             continue
-        bare += is_bare(ground, worker, kept)
+        bare += has_no_copy(ground, worker, kept)
         lacking += max(0, ground.copies - len(kept))
         surplus += max(0, len(kept) - ground.copies)
         unfit += sum(not ground.can_hold[holder] for holder in kept)
@@ -319,4 +319,4 @@ def standing_of(
         for holder, count in load.items()
         if ground.can_hold[holder] and (among is None or holder in among)
     )
-    return PlacementStanding(bare, lacking, tuple(near), unfit, overload, surplus)
+    return PlacementScore(bare, lacking, tuple(near), unfit, overload, surplus)

@@ -110,29 +110,29 @@ class Refuse:
 Decision = Recover | StartFresh | Wait | Refuse
 
 
-def decide_recovery(situation: RecoveryProblem) -> Decision:
+def decide_recovery(problem: RecoveryProblem) -> Decision:
     """Returns the version with the least expected loss of those that every rank can rebuild.
 
     If there is none, returns what to do instead. Raises ValueError if `ranks` is not a multiple of
     `ranks_per_worker`.
     """
-    if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
+    if problem.ranks < 1 or problem.ranks_per_worker < 1 or problem.ranks % problem.ranks_per_worker:
         raise ValueError("ranks must be a positive multiple of ranks_per_worker")
-    stock = situation.stock
+    stock = problem.stock
     rebuildable = [
         version for version in stock.versions if stock.of(version).farthest_tier(version) is not None
     ]
-    if situation.target_step is not None:
-        rebuildable = [version for version in rebuildable if version.step == situation.target_step]
+    if problem.target_step is not None:
+        rebuildable = [version for version in rebuildable if version.step == problem.target_step]
     if not rebuildable:
-        return _without_version(situation, stock)
-    newest_step = max(situation.last_step or 0, stock.versions[-1].step)
+        return _without_version(problem, stock)
+    newest_step = max(problem.last_step or 0, stock.versions[-1].step)
     # Newest first, so that the newer of two versions with equal loss is taken.
     best = min(
-        reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation)
+        reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, problem)
     )
-    chosen = _leave_steps_to_prove(best, rebuildable, newest_step, stock, situation)
-    sources = stock.sources(chosen, situation.distance)
+    chosen = _leave_steps_to_prove(best, rebuildable, newest_step, stock, problem)
+    sources = stock.sources(chosen, problem.distance)
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
     for rank in range(stock.ranks_of(chosen)):
@@ -148,8 +148,8 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
         base=None if stock.is_resized(chosen) else stock.of(chosen).base_of(chosen),
         reason="; ".join(
             [
-                *_why(chosen, best, rebuildable, tier_counts, situation),
-                *_resized(chosen, stock, situation),
+                *_why(chosen, best, rebuildable, tier_counts, problem),
+                *_resized(chosen, stock, problem),
                 *_incomplete([version for version in stock.versions if version > chosen], stock),
             ]
         ),
@@ -157,17 +157,17 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
 
 
 def _expected_loss(
-    version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem
+    version: Version, newest_step: int, stock: ResizedStock, problem: RecoveryProblem
 ) -> float:
     """Returns seconds until training is where it was; without a step time, a step outweighs any restore."""
     tier = stock.of(version).farthest_tier(version)
-    estimate = situation.restore_seconds
+    estimate = problem.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
     assert tier is not None
     lost = newest_step - version.step
-    if not situation.step_seconds:
+    if not problem.step_seconds:
         return float(lost) * (1.0 + sum(restore.values()))
-    return lost * situation.step_seconds + restore[tier]
+    return lost * problem.step_seconds + restore[tier]
 
 
 def _leave_steps_to_prove(
@@ -175,7 +175,7 @@ def _leave_steps_to_prove(
     rebuildable: Sequence[Version],
     newest_step: int,
     stock: ResizedStock,
-    situation: RecoveryProblem,
+    problem: RecoveryProblem,
 ) -> Version:
     """Goes back `prove_steps` if `best` leaves no step to train again and no farther tier is needed."""
     farthest = stock.of(best).farthest_tier(best)
@@ -186,7 +186,7 @@ def _leave_steps_to_prove(
         # Ranks that did not make a version themselves have nothing to compare with.
         own = not (stock.is_resized(version) or stock.is_resized(best))
         if (
-            version.step == newest_step - situation.prove_steps
+            version.step == newest_step - problem.prove_steps
             and own
             and stock.of(version).farthest_tier(version) in tiers
         ):
@@ -194,19 +194,19 @@ def _leave_steps_to_prove(
     return best
 
 
-def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decision:
-    asked = situation.target_step
+def _without_version(problem: RecoveryProblem, stock: ResizedStock) -> Decision:
+    asked = problem.target_step
     what = "no version" if asked is None else f"step {asked}"
-    if not situation.history.branches and asked is None:
+    if not problem.history.branches and asked is None:
         return StartFresh("the job has not trained before, so there is nothing to come back to")
     incomplete = _incomplete(stock.versions, stock)
     detail = f"; {'; '.join(incomplete)}" if incomplete else ""
-    if situation.remote.undecided:
-        state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
+    if problem.remote.undecided:
+        state = "has not been tried yet" if problem.remote.reachable is None else "is unreachable"
         return Wait(
             f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}"
         )
-    remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
+    remote = "the remote tier holds none" if problem.remote.configured else "no remote tier is configured"
     if asked is not None:
         return Refuse(
             f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}"
@@ -222,9 +222,9 @@ def _why(
     best: Version,
     rebuildable: Sequence[Version],
     tier_counts: Mapping[Tier, int],
-    situation: RecoveryProblem,
+    problem: RecoveryProblem,
 ) -> list[str]:
-    if situation.target_step is not None:
+    if problem.target_step is not None:
         head = f"step {chosen.step}: asked for by spec.restore"
     elif chosen == rebuildable[-1]:
         head = f"step {chosen.step}: newest version that every rank can rebuild"
@@ -245,10 +245,10 @@ def _why(
     return [head, ", ".join(parts)]
 
 
-def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
+def _resized(chosen: Version, stock: ResizedStock, problem: RecoveryProblem) -> list[str]:
     if not stock.is_resized(chosen):
         return []
-    return [f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"]
+    return [f"made by {stock.ranks_of(chosen)} ranks, from which {problem.ranks} read their parts"]
 
 
 def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:

@@ -2,7 +2,7 @@
 
 The new holder is added first, and the old one is removed when the new one has a complete version. Both need
 memory meanwhile, so a move waits where there is no room. A copy that was asked for is dropped only for a
-worker that has none. Each round makes the placement strictly better by `PlacementStanding` and nothing else
+worker that has none. Each round makes the placement strictly better by `PlacementScore` and nothing else
 moves, so rounds come to an end.
 """
 
@@ -19,11 +19,11 @@ from tiercheck_operator.planning.parity.parity import ParityPolicy, fits, place_
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.placement.problem import (
     PlacementProblem,
-    PlacementStanding,
+    PlacementScore,
     WorkerSite,
-    standing_of,
+    score_placement,
 )
-from tiercheck_operator.planning.replan.trade import mend
+from tiercheck_operator.planning.replan.swap_holders import repair_placement
 from tiercheck_operator.planning.topology import Topology, spread_level
 
 Holders = Mapping[int, tuple[int, ...]]
@@ -67,19 +67,19 @@ class Round:
 
 
 def plan_round(
-    around: ReplanInputs[PlacementPolicy], current: Holders, room: Mapping[int, int] | None = None
+    inputs: ReplanInputs[PlacementPolicy], current: Holders, room: Mapping[int, int] | None = None
 ) -> Round:
     """Returns the best moves from `current` (every worker's holders, none of them leaving).
 
     `room`: how many workers' copies each worker's memory can hold in all; a worker that is not in it has
     enough. Raises ValueError as `place` does."""
-    wanted, ground, start = _wanted(around, current)
+    wanted, ground, start = _wanted(inputs, current)
     before = [tuple(current.get(worker, ())) for worker in range(ground.workers)]
     if wanted is None:
         stuck = tuple(
             w for w, kept in enumerate(before) if any(not ground.can_hold[holder] for holder in kept)
         )
-        return Round(postponed=stuck, reason=_nowhere_else(around, before, stuck))
+        return Round(postponed=stuck, reason=_nowhere_else(inputs, before, stuck))
     load = Counter(holder for kept in before for holder in kept)
     at_once = max(_LEAST_AT_ONCE, ground.workers // _PART_AT_ONCE)
     holders: dict[int, tuple[int, ...]] = {}
@@ -133,37 +133,37 @@ def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], b
 
 
 def _wanted(
-    around: ReplanInputs[PlacementPolicy], current: Holders
+    inputs: ReplanInputs[PlacementPolicy], current: Holders
 ) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
     """Returns (the holders to move to or None if none are better, the problem, the wanted level's index)."""
-    policy, topology = around.policy, around.topology
+    policy, topology = inputs.policy, inputs.topology
     level = spread_level(topology.levels, policy.level)
     start = topology.level_index(level)
-    all_avoided = frozenset(around.suspects) | frozenset(around.avoided)
-    strict = PlacementProblem.of(around.sites, topology, policy.copies, policy.copy_bytes, all_avoided)
+    all_avoided = frozenset(inputs.suspects) | frozenset(inputs.avoided)
+    strict = PlacementProblem.of(inputs.sites, topology, policy.copies, policy.copy_bytes, all_avoided)
     before = [tuple(current.get(worker, ())) for worker in range(strict.workers)]
-    if standing_of(strict, start, before) == _perfect(strict, start):
+    if score_placement(strict, start, before) == _perfect(strict, start):
         return None, strict, start
     candidates: list[Sequence[tuple[int, ...]]] = [before]
-    for suspects in dict.fromkeys((all_avoided, frozenset(around.suspects))):
-        ground = PlacementProblem.of(around.sites, topology, policy.copies, policy.copy_bytes, suspects)
-        mended = mend(ground, start, before)
+    for suspects in dict.fromkeys((all_avoided, frozenset(inputs.suspects))):
+        ground = PlacementProblem.of(inputs.sites, topology, policy.copies, policy.copy_bytes, suspects)
+        mended = repair_placement(ground, start, before)
         if mended is not None:
             candidates.append(mended)
-            if standing_of(strict, start, mended) == _perfect(strict, start):
+            if score_placement(strict, start, mended) == _perfect(strict, start):
                 break
-        anew = place(around.sites, topology, policy, suspects, dict(enumerate(before)))
+        anew = place(inputs.sites, topology, policy, suspects, dict(enumerate(before)))
         if isinstance(anew, Placement):
             candidates.append(anew.holders)
-    scores = [(standing_of(strict, start, each), _moved(before, each)) for each in candidates]
+    scores = [(score_placement(strict, start, each), _moved(before, each)) for each in candidates]
     best = scores.index(min(scores))
     if scores[best][0] >= scores[0][0]:
         return None, strict, start
     return list(candidates[best]), strict, start
 
 
-def _perfect(ground: PlacementProblem, start: int) -> PlacementStanding:
-    return PlacementStanding(0, 0, (0,) * (len(ground.levels) - start), 0, 0, 0)
+def _perfect(ground: PlacementProblem, start: int) -> PlacementScore:
+    return PlacementScore(0, 0, (0,) * (len(ground.levels) - start), 0, 0, 0)
 
 
 def _moved(before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> int:
@@ -190,7 +190,10 @@ def _worthwhile(
             for worker in parts:
                 after[worker] = wanted[worker]
             touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
-            old, new = standing_of(ground, start, before, touched), standing_of(ground, start, after, touched)
+            old, new = (
+                score_placement(ground, start, before, touched),
+                score_placement(ground, start, after, touched),
+            )
             fewer = any(len(wanted[w]) < min(len(before[w]), ground.copies) for w in parts)
             if new < old and (not fewer or new.bare < old.bare):
                 found.append((_gain(old, new), parts, new.urgent < old.urgent))
@@ -198,7 +201,7 @@ def _worthwhile(
     return [(parts, urgent) for _, parts, urgent in sorted(found, key=lambda each: (each[0], each[1]))]
 
 
-def _gain(old: PlacementStanding, new: PlacementStanding) -> tuple[int, ...]:
+def _gain(old: PlacementScore, new: PlacementScore) -> tuple[int, ...]:
     """Returns the change of each field, most important first; smaller is better."""
     near = tuple(b - a for a, b in zip(old.near, new.near, strict=True))
     return (
@@ -234,12 +237,12 @@ def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]])
 
 
 def _nowhere_else(
-    around: ReplanInputs[PlacementPolicy], before: Sequence[tuple[int, ...]], stuck: Sequence[int]
+    inputs: ReplanInputs[PlacementPolicy], before: Sequence[tuple[int, ...]], stuck: Sequence[int]
 ) -> str:
     if not stuck:
         return ""
-    nodes = {site.worker: site.node for site in around.sites}
-    wrong = {*around.suspects, *around.avoided}
+    nodes = {site.worker: site.node for site in inputs.sites}
+    wrong = {*inputs.suspects, *inputs.avoided}
     where = sorted({nodes[holder] for worker in stuck for holder in before[worker]} & wrong)
     there = (
         f"node {where[0]}" + (f" and {len(where) - 1} more" if where[1:] else "")
@@ -275,28 +278,28 @@ class ParityRound:
 
 
 def plan_parity_round(
-    around: ReplanInputs[ParityPolicy], current: Sequence[CodeGroup], room: Mapping[int, int] | None = None
+    inputs: ReplanInputs[ParityPolicy], current: Sequence[CodeGroup], room: Mapping[int, int] | None = None
 ) -> ParityRound:
     """Plans to change one holder of each group at most, so that the others still protect it.
 
     `room`: how many blocks each worker can hold. Raises ValueError as `place_parity` does."""
-    policy, topology = around.policy, around.topology
+    policy, topology = inputs.policy, inputs.topology
     start = topology.level_index(spread_level(topology.levels, policy.level))
-    everywhere = frozenset(around.suspects) | frozenset(around.avoided)
-    ground = PlacementProblem.of(around.sites, topology, policy.parity, None, everywhere)
-    now = parity_standing(ground, start, current)
-    best: tuple[PlacementStanding, tuple[CodeGroup, ...]] | None = None
-    for suspects in dict.fromkeys((everywhere, frozenset(around.suspects))):
-        found = place_parity(around.sites, topology, policy, suspects, current)
+    everywhere = frozenset(inputs.suspects) | frozenset(inputs.avoided)
+    ground = PlacementProblem.of(inputs.sites, topology, policy.parity, None, everywhere)
+    now = score_parity(ground, start, current)
+    best: tuple[PlacementScore, tuple[CodeGroup, ...]] | None = None
+    for suspects in dict.fromkeys((everywhere, frozenset(inputs.suspects))):
+        found = place_parity(inputs.sites, topology, policy, suspects, current)
         if isinstance(found, Placement):
-            score = parity_standing(ground, start, found.groups)
+            score = score_parity(ground, start, found.groups)
             if best is None or score < best[0]:
                 best = score, found.groups
     if best is None or best[0] >= now:
         return ParityRound()
     wanted = best[1]
     stepwise = _one_each(current, wanted)
-    if stepwise is not None and parity_standing(ground, start, stepwise) < now:
+    if stepwise is not None and score_parity(ground, start, stepwise) < now:
         wanted = stepwise
     known = {group.members: group.holders for group in current}
     changed = [group for group in wanted if known.get(group.members) != group.holders]
@@ -314,10 +317,10 @@ def plan_parity_round(
                 "for another block"
             ),
         )
-    return ParityRound(wanted, parity_standing(ground, start, wanted).urgent < now.urgent, workers)
+    return ParityRound(wanted, score_parity(ground, start, wanted).urgent < now.urgent, workers)
 
 
-def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup]) -> PlacementStanding:
+def score_parity(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup]) -> PlacementScore:
     """Rates parity groups as copies are; a worker is near if its group cannot lose one of its domains."""
     levels = range(start, len(ground.levels))
     covered = {member for group in groups for member in group.members}
@@ -325,7 +328,7 @@ def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeG
     load = Counter(holder for group in groups for holder in group.holders)
     able = sum(ground.can_hold)
     limit = -(-len(groups) * ground.copies // able) if able else 0
-    return PlacementStanding(
+    return PlacementScore(
         bare=missing + sum(len(group.members) for group in groups if not group.holders),
         lacking=missing * ground.copies
         + sum(max(0, ground.copies - len(group.holders)) * len(group.members) for group in groups),

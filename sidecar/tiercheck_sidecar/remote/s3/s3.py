@@ -44,7 +44,7 @@ def part_size(size: int, chunk: int) -> int:
     return -(-max(PART, -(-size // MAX_PARTS)) // chunk) * chunk
 
 
-class Leftover:
+class UnfinishedUpload:
     """The parts of `part` bytes that an earlier upload of `source` to the full `key` left in the store."""
 
     def __init__(self, clients: Clients, key: str, source: memoryview, part: int, closed: Event) -> None:
@@ -172,7 +172,7 @@ class S3Objects(Objects):
             clients.transfers.send(name, source[:])  # obstore may hold the view for a moment after a close
             return
         with self._boto():
-            if not Leftover(clients, name, source, part, self._closed).complete(gate):
+            if not UnfinishedUpload(clients, name, source, part, self._closed).complete(gate):
                 clients.transfers.send_parts(name, source, part, gate)
 
     def write(self, key: str, body: bytes) -> None:
@@ -186,7 +186,7 @@ class S3Objects(Objects):
         clients = self._clients()
         self._probe(clients)
         if not clients.conditional:
-            return self._create_and_look(key, body)
+            return self._create_and_verify(key, body)
         with self._boto():
             for attempt in range(1, CONFLICT_TRIES + 1):
                 try:
@@ -205,7 +205,7 @@ class S3Objects(Objects):
                     raise RemoteClosed
         raise AssertionError("unreachable")
 
-    def _create_and_look(self, key: str, body: bytes) -> bool:
+    def _create_and_verify(self, key: str, body: bytes) -> bool:
         """Creates an object where the server ignores the condition: the write that is read afterwards wins.
 
         A writer that checked before this write has written by then too, unless it was delayed for longer.

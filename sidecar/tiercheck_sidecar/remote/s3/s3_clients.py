@@ -18,7 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_credentials, mend_proxies
+from tiercheck_sidecar.remote.config import (
+    S3Settings,
+    clean_credentials,
+    normalize_proxy_settings,
+    wrong_credentials_advice,
+)
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
@@ -60,7 +65,7 @@ class Clients:
 
         clean_credentials(os.environ)
         endpoint = settings.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or "https://s3.amazonaws.com"
-        mend_proxies(endpoint, os.environ)
+        normalize_proxy_settings(endpoint, os.environ)
         session = boto3.Session(region_name=settings.region)
         credentials = session.get_credentials()
         if credentials is None:
@@ -257,7 +262,7 @@ def _no_client(settings: S3Settings, location: str) -> str:
     return (
         f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has "
         "no valid value; "
-        f"{mend_credentials()}."
+        f"{wrong_credentials_advice()}."
     )
 
 

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.request import getproxies
 
-from tiercheck_sidecar.remote.config import give_authority, give_credentials, mend_credentials
+from tiercheck_sidecar.remote.config import (
+    missing_credentials_advice,
+    untrusted_certificate_advice,
+    wrong_credentials_advice,
+)
 from tiercheck_sidecar.remote.errors import Reason, RemoteArchived, RemoteError
 
 _CREDENTIALS = {
@@ -153,7 +157,7 @@ def from_obstore(error: Exception, location: str) -> RemoteError:
     return _other(location, _first_line(said))
 
 
-def is_silence(error: Exception) -> bool:
+def is_timeout(error: Exception) -> bool:
     """Returns whether an error of obstore, botocore or a socket is a timeout."""
     from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
 
@@ -161,7 +165,7 @@ def is_silence(error: Exception) -> bool:
     return isinstance(error, timeouts) or "TimedOut" in str(error)
 
 
-def silence(location: str, seconds: float) -> RemoteError:
+def unresponsive(location: str, seconds: float) -> RemoteError:
     """Returns the error for a store that accepts the connection and then does not respond."""
     return _unreachable(location, f"it took nothing and said nothing for {seconds:g} s")
 
@@ -172,7 +176,7 @@ def from_read(error: Exception, location: str) -> RemoteError:
 
     if isinstance(error, RemoteError):
         return error
-    if is_silence(error):
+    if is_timeout(error):
         return _unreachable(location, "no progress in time")
     if isinstance(error, BotoCoreError):
         return from_boto(error, location)
@@ -207,7 +211,7 @@ def of_answer(answer: Answer, location: str) -> RemoteError:
             "create it or correct tiers.remote.s3.bucket",
         )
     elif code in _CREDENTIALS:
-        reason, what, advice = Reason.FORBIDDEN, "refused the credentials", mend_credentials()
+        reason, what, advice = Reason.FORBIDDEN, "refused the credentials", wrong_credentials_advice()
     elif code == _CLOCK:
         reason, what, advice, passing = Reason.FORBIDDEN, "refused this node's clock", "synchronise it", True
     elif answer.is_busy:
@@ -247,7 +251,8 @@ def credentials_missing(location: str, detail: str = "") -> RemoteError:
     """Returns the error for a lack of credentials."""
     return RemoteError(
         Reason.CREDENTIALS_MISSING,
-        f"No credentials for {location} were found{f' ({detail})' if detail else ''}; {give_credentials()}.",
+        f"No credentials for {location} were found{f' ({detail})' if detail else ''}; "
+        f"{missing_credentials_advice()}.",
         retriable=True,
     )
 
@@ -269,7 +274,7 @@ def _unreachable(location: str, detail: str) -> RemoteError:
 def _tls(location: str, detail: str) -> RemoteError:
     return RemoteError(
         Reason.UNREACHABLE,
-        f"The certificate of {location} is not trusted ({detail}); {give_authority()}.",
+        f"The certificate of {location} is not trusted ({detail}); {untrusted_certificate_advice()}.",
         retriable=False,
     )
 

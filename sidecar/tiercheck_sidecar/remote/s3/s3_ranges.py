@@ -64,7 +64,7 @@ class RangeReader:
                 except (RemoteError, BotoCoreError, OSError, http.client.HTTPException) as error:
                     self._release(body)
                     body, failed = None, failed + 1
-                    silent += s3_errors.is_silence(error)
+                    silent += s3_errors.is_timeout(error)
                     self._wait_or_raise(error, failed, silent)
                     continue
                 if got == 0:

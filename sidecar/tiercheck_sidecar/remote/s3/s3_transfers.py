@@ -56,7 +56,7 @@ class Transfers:
     ) -> None:
         """Takes botocore's `credentials`."""
         self._attributes: Attributes = {"Storage-Class": storage_class} if storage_class else {}
-        self._config, self._client, self._credentials = config, client, _Renewed(credentials)
+        self._config, self._client, self._credentials = config, client, _CredentialProvider(credentials)
         self._location, self._closed = location, closed
         self._lock = threading.Lock()
         self._running: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
@@ -117,7 +117,7 @@ class Transfers:
 
     def _finish(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
         try:
-            self._run(self._watched(key, upload, known))
+            self._run(self._run_with_watchdog(key, upload, known))
         except (BaseError, OSError, RemoteClosed) as error:
             if known.stopped is not None:
                 raise known.stopped from None
@@ -125,13 +125,13 @@ class Transfers:
                 raise
             raise s3_errors.from_obstore(error, self._location) from error
 
-    async def _watched(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
+    async def _run_with_watchdog(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
         """Runs an upload to its end; ends it, keeping its parts, if the store neither takes nor answers."""
         task, before = asyncio.ensure_future(upload), 0
         try:
             while not (await asyncio.wait((task,), timeout=STALL_SECONDS))[0]:
                 if known.taken == before and not await self._answers(key):
-                    raise s3_errors.silence(self._location, 2 * STALL_SECONDS)
+                    raise s3_errors.unresponsive(self._location, 2 * STALL_SECONDS)
                 before = known.taken
             await task
         finally:
@@ -143,7 +143,7 @@ class Transfers:
         try:
             await obstore.head_async(self._asking, key)
         except (BaseError, OSError) as error:
-            return not s3_errors.is_silence(error)
+            return not s3_errors.is_timeout(error)
         return True
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -180,7 +180,7 @@ class Transfers:
         )
 
 
-class _Renewed:
+class _CredentialProvider:
     """Supplies boto3's credentials at every request, since boto3 decides when they need renewal."""
 
     refresh_threshold = timedelta()

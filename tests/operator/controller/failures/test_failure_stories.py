@@ -17,8 +17,8 @@ from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerView
+from tiercheck_operator.model.serialization import from_api
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
-from tiercheck_operator.model.spelling import read_as
 from tiercheck_operator.model.status import Facts, Recovery
 
 
@@ -31,7 +31,7 @@ def on_reasons(name: str, action: str, *reasons: str) -> dict[str, Any]:
 
 
 def rules(*raw: dict[str, Any]) -> tuple[FailureRule, ...]:
-    return tuple(read_as(FailureRule, entry) for entry in raw)
+    return tuple(from_api(FailureRule, entry) for entry in raw)
 
 
 # The user's rules.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.report import RestoreProgress, RestoreState
-from tiercheck_operator.controller.failures.standstill import restored_bytes
+from tiercheck_operator.controller.failures.hangs import restored_bytes
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import parse_record, render_record

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.kubelet_words import ended, held_back, node, not_made, sidecar_view, starting, up
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained, watched
-from tiercheck.protocol.report import Break, Unreachable
+from tiercheck.protocol.report import ConnectionFailure, Unreachable
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.actions import CreatePod, DeletePod, ProbeSidecar
-from tiercheck_operator.model.observed import ContainerView, HostSign, NodeView, Observation, WorkerReport
+from tiercheck_operator.model.observed import ContainerView, HostProbe, NodeView, Observation, WorkerReport
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_new_pod_stays_away_from_a_node_that_has_just_fallen_silent(
         reports[quiet.uid] = replace(reports[quiet.uid], silent_since=world.now - 0.3)
     else:
         survivor = next(pod for pod in world.pods.values() if pod.node not in {first, second})
-        missed = Unreachable(quiet.worker, quiet.address, world.now - 1.0, Break.SILENT)
+        missed = Unreachable(quiet.worker, quiet.address, world.now - 1.0, ConnectionFailure.SILENT)
         heard = reports[survivor.uid]
         assert heard.report is not None
         reports[survivor.uid] = replace(
@@ -294,7 +294,7 @@ def nodes(draw: st.DrawFn) -> Mapping[str, NodeView]:
 @st.composite
 def silences(draw: st.DrawFn, known: WorkerReport) -> WorkerReport:
     since = trains().now - draw(SECONDS)
-    return replace(known, silent_since=since, host=draw(st.sampled_from(HostSign)))
+    return replace(known, silent_since=since, host=draw(st.sampled_from(HostProbe)))
 
 
 @st.composite
@@ -312,7 +312,12 @@ def scenes(draw: st.DrawFn, stepped: st.SearchStrategy[float]) -> Observation:
             reports[pod.uid] = draw(silences(known))
             continue
         missed = tuple(
-            Unreachable(other.worker, other.ip or "", obs.now - draw(SECONDS), draw(st.sampled_from(Break)))
+            Unreachable(
+                other.worker,
+                other.ip or "",
+                obs.now - draw(SECONDS),
+                draw(st.sampled_from(ConnectionFailure)),
+            )
             for other in pods
             if other.worker in quiet and draw(st.booleans())
         )
@@ -371,7 +376,7 @@ def test_host_that_neither_peers_nor_we_hear_is_left_whatever_its_kubelet_said_l
     for pod in pods:
         known = obs.reports[pod.uid]
         assert known.report is not None
-        missed = (Unreachable(1, dead.ip or "", obs.now - silent - 3, Break.SILENT),)
+        missed = (Unreachable(1, dead.ip or "", obs.now - silent - 3, ConnectionFailure.SILENT),)
         gone = replace(known, silent_since=obs.now - silent, stepped_at=obs.now - silent - 1)
         here = replace(
             known, report=replace(known.report, unreachable=missed), stepped_at=obs.now - silent - 1

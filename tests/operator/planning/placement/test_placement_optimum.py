@@ -23,7 +23,7 @@ from tiercheck_operator.model.saved_placement import (
     read_placement_data,
 )
 from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
-from tiercheck_operator.planning.placement.groups import cover_bare, is_bare
+from tiercheck_operator.planning.placement.groups import assign_first_copies, has_no_copy
 from tiercheck_operator.planning.placement.placement import (
     Placement,
     PlacementPolicy,
@@ -184,24 +184,26 @@ def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: i
     ]
     before = [sum(h in kept for kept in holders) for h in workers]
     start = cluster.topology.level_index(spread_level(GENERIC, "rack"))
-    covered = cover_bare(ground, start, holders)
+    covered = assign_first_copies(ground, start, holders)
     for worker in workers:
         assert len(set(covered[worker])) == len(covered[worker]) <= copies
         assert worker not in covered[worker]
-        assert not is_bare(ground, worker, covered[worker]) or is_bare(ground, worker, holders[worker])
+        assert not has_no_copy(ground, worker, covered[worker]) or has_no_copy(
+            ground, worker, holders[worker]
+        )
     after = [sum(h in kept for kept in covered) for h in workers]
     assert all(after[h] <= max(before[h], ground.limit[h]) for h in workers)
     assert sum(after) >= sum(before)
-    bare = [w for w in workers if is_bare(ground, w, covered[w])]
+    bare = [w for w in workers if has_no_copy(ground, w, covered[w])]
     if copies > 1:
         for worker in bare:
             for holder in workers:
-                if holder in (worker, *covered[worker]) or is_bare(ground, worker, (holder,)):
+                if holder in (worker, *covered[worker]) or has_no_copy(ground, worker, (holder,)):
                     continue
                 guests = [w for w in workers if holder in covered[w]]
                 assert len(guests) >= ground.limit[holder]
                 rests = [tuple(h for h in covered[w] if h != holder) for w in guests]
-                assert all(is_bare(ground, w, rest) for w, rest in zip(guests, rests, strict=True))
+                assert all(has_no_copy(ground, w, rest) for w, rest in zip(guests, rests, strict=True))
 
 
 class CountedNodes(list[int]):
@@ -219,7 +221,9 @@ def test_whether_there_is_another_node_is_not_found_out_anew_for_each_worker() -
     ground = PlacementProblem.of(cluster.sites, cluster.topology, 1, None, ())
     nodes = CountedNodes(ground.node)
     ground = replace(ground, node=nodes)
-    assert [worker for worker in range(ground.workers) if is_bare(ground, worker, (worker,))] == [*range(8)]
+    assert [worker for worker in range(ground.workers) if has_no_copy(ground, worker, (worker,))] == [
+        *range(8)
+    ]
     assert nodes.looks <= 1
 
 

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.operator.planning.clusters import RACK, Cluster, racks, uneven
 from tiercheck_operator.model.conditions import numbered
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
-from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite, standing_of
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite, score_placement
 from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, plan_round
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
@@ -239,7 +239,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
             if not found:
                 break
             had = {worker: _complete(holders, complete, worker) for worker in holders}
-            before = standing_of(ground, start, [holders[w] for w in sorted(holders)])
+            before = score_placement(ground, start, [holders[w] for w in sorted(holders)])
             # Only for a worker that has none may another one go down to its last copy.
             least = 1 if policy.copies and before.bare else policy.copies
             holders = {**holders, **found.holders}
@@ -263,7 +263,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
                 if leaving:
                     complete.add(pending.pop())
             complete |= {(worker, holder) for worker, kept in holders.items() for holder in kept}
-            after = standing_of(ground, start, [holders[w] for w in sorted(holders)])
+            after = score_placement(ground, start, [holders[w] for w in sorted(holders)])
             assert after < before
         else:
             raise AssertionError("the rounds do not end")

@@ -249,7 +249,7 @@ def test_attempt_begins_and_versions_stay_where_nothing_may_be_deleted(
     for attempt in (1, 2, 3):
         store.begin_attempt("uid", attempt)
     assert store.newest_attempts("uid")[0].attempt == 3
-    assert LOCKED in store.untidied
+    assert LOCKED in store.cleanup_error
     for step in range(1, 7):
         save(store, step, tmp_path)
     left = store.retain(2, frozenset())
@@ -267,7 +267,7 @@ def test_version_that_cannot_be_deleted_keeps_no_other_there(
     monkeypatch.setattr(Keeps, "locked", ())
     monkeypatch.setattr(Keeps, "forget_unfinished", lambda *_: None)
     assert [version.step for version in store.retain(2, frozenset())] == [5, 6]
-    assert store.untidied == ""
+    assert store.cleanup_error == ""
 
 
 def test_directory_where_nothing_may_be_deleted_takes_manifests(

@@ -19,14 +19,14 @@ from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.tally import (
     HeldCopies,
+    Interned,
     RankHoldings,
     RankOwn,
-    RankShape,
-    Shared,
+    RankState,
     WorkerHead,
-    WorkerWord,
+    WorkerState,
     many_versions,
-    objection_to_holdings,
+    validate_holdings,
 )
 
 T = TypeVar("T", RankHoldings, HeldCopies)
@@ -36,12 +36,12 @@ _WORKERS_PER_SECOND = 1000
 """Workers that may report per second, unless one would wait for longer than `_LATEST`."""
 
 
-def pace(workers: int) -> float:
+def min_report_interval(workers: int) -> float:
     """Returns the minimum of seconds between two messages of one sidecar to the coordinator."""
     return min(_LATEST, max(_SOONEST, workers / _WORKERS_PER_SECOND))
 
 
-def patience(workers: int) -> float:
+def upload_report_interval(workers: int) -> float:
     """Returns the same if only uploads are new: ranks finish them one by one, and the last one counts."""
     return max(_SOONEST, workers / _WORKERS_PER_SECOND)
 
@@ -76,7 +76,7 @@ class UploadedOf:
 
 
 @dataclass(frozen=True)
-class TierNews:
+class ReportUpdate:
     """The changes since another report. Ranks that are not named are as they were."""
 
     number: int
@@ -110,7 +110,7 @@ class TierAnswer:
     """The worker's own ranks that have an upload of that version on record."""
 
 
-class DoubtfulNews(Exception):
+class UpdateRejected(Exception):
     """A difference that cannot be applied; a full report is required."""
 
 
@@ -119,23 +119,23 @@ class _Texts(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         self._kind: type[T] = kind
-        self._known: weakref.WeakValueDictionary[bytes, Shared[T]] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[bytes, Interned[T]] = weakref.WeakValueDictionary()
 
-    def read(self, text: bytes) -> Shared[T]:
+    def read(self, text: bytes) -> Interned[T]:
         """Returns the value of a text. Raises Malformed."""
         return self._known.get(text) or self._add(text, decode(text, self._kind))
 
-    def write(self, value: T) -> Shared[T]:
+    def write(self, value: T) -> Interned[T]:
         text = encode(value)
         return self._known.get(text) or self._add(text, value)
 
-    def _add(self, text: bytes, value: T) -> Shared[T]:
-        made = Shared(text, value, objection_to_holdings(value), many_versions(value))
+    def _add(self, text: bytes, value: T) -> Interned[T]:
+        made = Interned(text, value, validate_holdings(value), many_versions(value))
         self._known[text] = made
         return made
 
 
-class Vocabulary:
+class ReportInterner:
     """Builds reports that share equal parts. Used by one thread, or under a lock."""
 
     def __init__(self) -> None:
@@ -146,23 +146,23 @@ class Vocabulary:
         head: WorkerHead,
         ranks: Iterable[tuple[RankOwn, RankHoldings]],
         copies: Iterable[tuple[tuple[int, ...], HeldCopies]] = (),
-    ) -> WorkerWord:
+    ) -> WorkerState:
         """Returns a report.
         `copies`: those kept here of other workers' ranks, each of a rank or of several together."""
         own, shapes = {}, {}
-        groups: dict[Shared[HeldCopies], list[tuple[int, ...]]] = {}
+        groups: dict[Interned[HeldCopies], list[tuple[int, ...]]] = {}
         for each, held in ranks:
             own[each.rank], shapes[each.rank] = each, _shape(self._held.write(held), each)
         for of, kept in copies:
             groups.setdefault(self._kept.write(kept), []).append(of)
-        return WorkerWord(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
+        return WorkerState(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
 
-    def updated(self, base: WorkerWord | None, news: TierNews) -> WorkerWord:
-        """Returns the report after an update. Raises DoubtfulNews, Malformed."""
+    def updated(self, base: WorkerState | None, news: ReportUpdate) -> WorkerState:
+        """Returns the report after an update. Raises UpdateRejected, Malformed."""
         head = news.head or (base.head if base else None)
         if head is None:
-            raise DoubtfulNews("it does not begin with a whole report")
-        before: Mapping[int, RankShape] = base.shapes if base else {}
+            raise UpdateRejected("it does not begin with a whole report")
+        before: Mapping[int, RankState] = base.shapes if base else {}
         own = _own_now(base.own if base else {}, news)
         changed = {each.rank for each in news.own} | {each.rank for each in news.uploaded}
         shapes = dict(before)
@@ -181,14 +181,14 @@ class Vocabulary:
             if rank in before:
                 shapes[rank] = _shape(before[rank].held, own.get(rank))
         if own.keys() != shapes.keys():
-            raise DoubtfulNews("it says only half of some rank")
+            raise UpdateRejected("it says only half of some rank")
         copies = base.copies if base else ()
         if news.copies is not None:
             copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in news.copies)
-        return WorkerWord(head, own, shapes, copies)
+        return WorkerState(head, own, shapes, copies)
 
 
-def _own_now(before: Mapping[int, RankOwn], news: TierNews) -> Mapping[int, RankOwn]:
+def _own_now(before: Mapping[int, RankOwn], news: ReportUpdate) -> Mapping[int, RankOwn]:
     """Returns the facts of each rank after an update; the same object if nothing changed."""
     if not (news.own or news.uploaded):
         return before
@@ -196,27 +196,27 @@ def _own_now(before: Mapping[int, RankOwn], news: TierNews) -> Mapping[int, Rank
     for each in news.uploaded:
         known = own.get(each.rank)
         if known is None:
-            raise DoubtfulNews("it says only half of some rank")
+            raise UpdateRejected("it says only half of some rank")
         own[each.rank] = RankOwn(each.rank, known.holders, each.uploaded, known.needs)
     return own
 
 
-def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
+def _shape(shared: Interned[RankHoldings], own: RankOwn | None) -> RankState:
     if own is None:
-        raise DoubtfulNews("it says only half of some rank")
+        raise UpdateRejected("it says only half of some rank")
     return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
 
 
-def is_urgent(word: WorkerWord, taken: WorkerWord | None) -> bool:
+def is_urgent(word: WorkerState, taken: WorkerState | None) -> bool:
     """Returns whether more than uploads has changed since the last accepted report."""
-    return replace(difference(taken, word, 1, 0), uploaded=()) != TierNews(1)
+    return replace(difference(taken, word, 1, 0), uploaded=()) != ReportUpdate(1)
 
 
-def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:
+def difference(base: WorkerState | None, word: WorkerState, number: int, base_number: int) -> ReportUpdate:
     """Returns the update from `base` to `word`; a full report if `base` is None or of other ranks."""
     if base is None or base.own.keys() != word.own.keys():
         base = None
-    held: dict[Shared[RankHoldings], list[int]] = {}
+    held: dict[Interned[RankHoldings], list[int]] = {}
     for rank, shape in word.shapes.items():
         if base is None or base.shapes[rank].held is not shape.held:
             held.setdefault(shape.held, []).append(rank)
@@ -229,7 +229,7 @@ def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_numb
         else:
             own.append(each)
     copies = None if base is not None and base.copies == word.copies else word.copies
-    return TierNews(
+    return ReportUpdate(
         number,
         0 if base is None else base_number,
         None if base is not None and base.head == word.head else word.head,

@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
-from tiercheck.trainer.state import kept
+from tiercheck.trainer.state import optimizer_state
 from tiercheck.trainer.state.capture import BESIDE, is_extra
 from tiercheck.trainer.state.frozen import is_omitted
-from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, held_by, memory, named, parts
+from tiercheck.trainer.tensors.tensor_parts import Entry, NotCapturable, held_by, memory, named, parts
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -154,7 +154,7 @@ class WrapperState:
     def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
         self._outer, self._inner = outer, inner
         if not self.state_dict()["shown"]:
-            for name, value in kept.odd_attributes(outer):
+            for name, value in optimizer_state.odd_attributes(outer):
                 if not isinstance(value, Optimizer):
                     log.warning(
                         "%s.%s (%s) is in no version: if it changes in training, give the Checkpointer "
@@ -165,10 +165,10 @@ class WrapperState:
     def state_dict(self) -> dict[str, Any]:
         shown = self._outer.state_dict()
         more = {key: value for key, value in shown.items() if key not in ("state", "param_groups")}
-        return {"shown": more, "attributes": kept.attributes_of(self._outer)}
+        return {"shown": more, "attributes": optimizer_state.attributes_of(self._outer)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if saved["shown"]:
-            with kept.unchanged(self._inner):
+            with optimizer_state.unchanged(self._inner):
                 self._outer.load_state_dict({**self._outer.state_dict(), **saved["shown"]})
-        kept.put_attributes(self._outer, saved["attributes"])
+        optimizer_state.put_attributes(self._outer, saved["attributes"])

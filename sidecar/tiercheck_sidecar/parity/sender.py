@@ -16,9 +16,9 @@ from functools import partial
 
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.version import Artifact, Kind
-from tiercheck_sidecar.exchange.frames import Ask, Say, WireBroken
+from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import Line
+from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, PushRefused, send
 from tiercheck_sidecar.vault import Seal
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Standing:
+class _HolderState:
     """The last known state of a holder."""
 
     complete: frozenset[Artifact] = frozenset()
@@ -47,9 +47,9 @@ class _Standing:
 class ParitySender(HolderLanes):
     """Sends own artifacts to holders of parity, and polls what they have."""
 
-    says = "takes no parity"
-    hope = "Training goes on; its state is protected as soon as that worker answers or is replaced"
-    _standings: dict[Peer, _Standing]
+    failure_clause = "takes no parity"
+    conclusion = "Training goes on; its state is protected as soon as that worker answers or is replaced"
+    _holder_states: dict[Peer, _HolderState]
 
     def _era_of(self, directive: Directive) -> Era:
         group = directive.parity
@@ -57,7 +57,7 @@ class ParitySender(HolderLanes):
 
     def _begin(self, era: Era, old: Era | None) -> None:
         super()._begin(era, old)
-        self._standings = {holder: _Standing() for holder in era.holders}
+        self._holder_states = {holder: _HolderState() for holder in era.holders}
 
     def _threads(self, era: Era) -> dict[str, Callable[[], None]]:
         watches = {
@@ -72,8 +72,8 @@ class ParitySender(HolderLanes):
             try:
                 with contextlib.closing(self._dial(holder, era)) as wire:
                     while not self._is_over(era):
-                        wire.send(Ask("status"))
-                        said = wire.receive(Say)
+                        wire.send(PeerRequest("status"))
+                        said = wire.receive(PeerResponse)
                         waits.succeeded(None)
                         self._take(holder, era, frozenset(said.complete), frozenset(said.folded))
             except (WireBroken, PeerRefused) as error:
@@ -86,7 +86,7 @@ class ParitySender(HolderLanes):
         self, holder: Peer, era: Era, complete: frozenset[Artifact], folded: frozenset[Artifact]
     ) -> None:
         with self._lock:
-            known = self._standings.get(holder)
+            known = self._holder_states.get(holder)
             if self._era is not era or known is None or (complete, folded) == (known.complete, known.folded):
                 return
             known.complete, known.folded = complete, folded
@@ -95,7 +95,7 @@ class ParitySender(HolderLanes):
         self._state.count(replicated=done)
         self._state.bump()
 
-    def _bring(self, seal: Seal, line: Line, pace: Portion, holder: Peer, era: Era) -> bool:
+    def _bring(self, seal: Seal, line: ConnectionPool, pace: Portion, holder: Peer, era: Era) -> bool:
         before = line.sent
         said = send(self._vault, seal, line, pace, "fold")
         if said.state == "busy":
@@ -103,7 +103,7 @@ class ParitySender(HolderLanes):
         if said.state == "refused":
             raise PushRefused(said.message)
         with self._lock:
-            known = self._standings.get(holder)
+            known = self._holder_states.get(holder)
             if self._era is not era or known is None:
                 return True
             if said.state == "late":
@@ -118,7 +118,7 @@ class ParitySender(HolderLanes):
     def _due(self, holder: Peer, kind: Kind, era: Era) -> list[Seal]:
         here = {seal.artifact for seal in self._vault.held()}
         with self._lock:
-            known = self._standings.get(holder, _Standing())
+            known = self._holder_states.get(holder, _HolderState())
             known.late &= here
             known.brought &= here
             settled = known.folded | known.late

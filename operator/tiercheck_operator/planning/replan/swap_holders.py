@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
-from tiercheck_operator.planning.placement.groups import cover_bare
+from tiercheck_operator.planning.placement.groups import assign_first_copies
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
 _MOST_CHAINS = 64
@@ -17,9 +17,11 @@ _Way = dict[int, tuple[int, int] | None]
 """Maps a reached holder to the (owner, old holder) of the copy to come; None: the worker's own copy."""
 
 
-def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def swap_holders(
+    ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
     """Returns holders per worker; `level` is the one at which workers must be apart from their copies."""
-    trading = _Trading(ground, level, holders)
+    trading = _SwapSearch(ground, level, holders)
     near = [
         (worker, x) for worker, kept in enumerate(holders) for x in kept if not ground.apart(level, worker, x)
     ]
@@ -28,14 +30,14 @@ def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...
         home = ground.domain[level][worker]
         if home in hopeless:
             continue
-        if trading.part(worker, instead_of):
+        if trading.separate(worker, instead_of):
             hopeless.clear()
         else:
             hopeless.add(home)
     return trading.found
 
 
-class _Trading:
+class _SwapSearch:
     """Searches chains; holds the holders of each worker and the owners of each holder's copies."""
 
     def __init__(self, ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> None:
@@ -50,7 +52,7 @@ class _Trading:
             if ground.can_hold[holder] and self._domain[holder] >= 0:
                 self._able[self._domain[holder]].append(holder)
 
-    def part(self, worker: int, instead_of: int) -> bool:
+    def separate(self, worker: int, instead_of: int) -> bool:
         """Moves the worker's copy from `instead_of` to a holder apart from it; False: no chain allows it.
 
         Searches breadth first, from the holders that the worker could have to one with room."""
@@ -99,7 +101,7 @@ _MOST = 256
 """The most workers that get new holders this way; each is compared with all, which takes time."""
 
 
-def mend(
+def repair_placement(
     ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]] | None:
     """Returns repaired holders per worker; None: too many are wrong. `start`: the wanted level's index."""
@@ -107,7 +109,7 @@ def mend(
     load = Counter(holder for kept in holders for holder in kept)
     for holder, count in sorted(load.items()):
         if count > ground.limit[holder]:
-            _relieve(ground, start, holders, holder, count - ground.limit[holder])
+            _offload_overfull(ground, start, holders, holder, count - ground.limit[holder])
     load = Counter(holder for kept in holders for holder in kept)
     wrong = [
         w for w, kept in enumerate(holders) if len(kept) < ground.copies or _near(ground, start, w, kept)
@@ -129,7 +131,7 @@ def mend(
                 break
             holders[worker] = (*holders[worker], fresh)
             load[fresh] += 1
-    return cover_bare(ground, start, holders)
+    return assign_first_copies(ground, start, holders)
 
 
 def _worth_keeping(ground: PlacementProblem, start: int, worker: int, kept: Sequence[int]) -> tuple[int, ...]:
@@ -150,7 +152,7 @@ def _allowed(ground: PlacementProblem, worker: int, holder: int) -> bool:
     )
 
 
-def _relieve(
+def _offload_overfull(
     ground: PlacementProblem, start: int, holders: list[tuple[int, ...]], holder: int, surplus: int
 ) -> None:
     """Removes `surplus` copies from an overloaded holder, those nearest to their owners first."""

@@ -36,7 +36,7 @@ class As:
 
 ALWAYS = object()
 """Marks a field that is written even if it equals its default."""
-OURS = object()
+INTERNAL = object()
 """Marks an internal field that the API object does not have."""
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
@@ -52,7 +52,7 @@ class _Field(NamedTuple):
     """The value at which the field is not written."""
 
 
-def read_as(kind: type[T], raw: Mapping[str, Any]) -> T:
+def from_api(kind: type[T], raw: Mapping[str, Any]) -> T:
     """Reads a dataclass from an API object, with defaults for fields that are absent.
 
     Null, empty lists and empty objects count as absent. Raises KeyError if a required field is missing, and
@@ -72,20 +72,20 @@ def read_as(kind: type[T], raw: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-def spell(value: Any) -> Any:
+def to_api(value: Any) -> Any:
     """Converts a dataclass, or a tuple or mapping of them, to API form without None and empty objects."""
     if type(value) in _PLAIN:  # most are, and the check for a Mapping is far slower
         return value
     if isinstance(value, tuple):
-        return [spell(inner) for inner in value]
+        return [to_api(inner) for inner in value]
     if isinstance(value, Mapping):
-        return {name: spell(inner) for name, inner in value.items()}
+        return {name: to_api(inner) for name, inner in value.items()}
     if not is_dataclass(value):
         return value
     raw: dict[str, Any] = {}
     for field in _plan(_known(type(value))):
         inner = getattr(value, field.name)
-        silent = inner == field.unwritten or (inner is None and field.write is spell)
+        silent = inner == field.unwritten or (inner is None and field.write is to_api)
         written = {} if silent else field.write(inner)
         if written != {}:
             for name in reversed(field.path):
@@ -111,12 +111,12 @@ def _plan(kind: type) -> tuple[_Field, ...]:
     found, hints = [], get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         _, marks = _unwrapped(hints[field.name])
-        if OURS in marks:
+        if INTERNAL in marks:
             continue
         first, *others = field.name.split("_")
         usual = first + "".join(map(str.title, others))
         path = next((mark.path for mark in marks if isinstance(mark, At)), usual)
-        write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell)
+        write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), to_api)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         unwritten = MISSING if ALWAYS in marks else default
         steps = tuple(path.split(".")) if path else ()
@@ -137,7 +137,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         value = _reader(inside[1])
         return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}
     if is_dataclass(plain):
-        return lambda raw: read_as(_known(plain), raw)
+        return lambda raw: from_api(_known(plain), raw)
     return plain if origin is None and plain is not Any else lambda raw: raw
 
 

@@ -20,18 +20,25 @@ from torch.optim import Optimizer
 from tiercheck.trainer.state.readable import (
     UNCHANGEABLE,
     Apart,
-    comes_back,
+    check_readable,
     find_class,
     in_words,
+    is_readable,
     is_record,
-    must_come_back,
-    object_apart,
+    object_to_record,
     rebuilt,
-    taken_apart,
+    to_record,
 )
 from tiercheck.trainer.state.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.user_state import generator_state, set_generator
-from tiercheck.trainer.tensors.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
+from tiercheck.trainer.tensors.tensor_parts import (
+    PLAIN,
+    Entry,
+    NotCapturable,
+    held_by,
+    is_wrapper,
+    list_tensor,
+)
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
 """The first element of the key of what is kept as an attribute; the second is its name."""
@@ -51,7 +58,7 @@ def describe(
     """
     if isinstance(value, Tensor):
         return _describe_tensor(value, parameter, name, entries)
-    if comes_back(value) and not _has_tensors(value):
+    if is_readable(value) and not _has_tensors(value):
         return {"value": value}
 
     def members(of: Iterable[Any]) -> list[dict[str, Any]]:
@@ -62,10 +69,10 @@ def describe(
 
     if type(value) in (list, tuple):
         return {type(value).__name__: members(value)}
-    if type(value) is dict and _taken_apart(value) is None and all(map(comes_back, value)):
+    if type(value) is dict and _taken_apart(value) is None and all(map(is_readable, value)):
         return {"dict": [[*pair] for pair in zip(value, members(value), strict=True)]}
     if (apart := _object_apart(value, owner) or _taken_apart(value)) is None:
-        must_come_back(value, name)
+        check_readable(value, name)
         raise NotCapturable(f"{name}: a {type(value).__name__} cannot be taken apart")
     # As pairs, because a record is rebuilt as soon as it is read.
     return {"record": [*apart[0].items()], "of": members(apart[1])}
@@ -73,7 +80,7 @@ def describe(
 
 def _taken_apart(value: Any) -> Apart | None:
     try:
-        return taken_apart(value)
+        return to_record(value)
     except NotCapturable:
         return None
 
@@ -85,7 +92,7 @@ def _object_apart(value: Any, owner: Optimizer | None) -> Apart | None:
         owner is not None and packages[0] == packages[1] and is_record(kind) and hasattr(value, "__dict__")
     )
     try:
-        return object_apart(value) if plain and not isinstance(value, (type, FunctionType)) else None
+        return object_to_record(value) if plain and not isinstance(value, (type, FunctionType)) else None
     except NotCapturable:
         return None
 
@@ -133,8 +140,8 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
             _refuse_identity(key, optimizer, prefix)
-            must_come_back(key, f"{prefix}{in_words(key)}")
-            found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries, optimizer)))
+            check_readable(key, f"{prefix}{in_words(key)}")
+            found.append((key, describe(value, NO_PARAMETER, _place(prefix, len(found)), entries, optimizer)))
     listed = len(entries)
     for place, value in attributes:
         # The position of a generator must be read at once, and not when tensors are filled.
@@ -144,7 +151,7 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
                 place,
                 {"value": value}
                 if drawn
-                else describe(value, NOBODYS, _place(prefix, len(found)), entries, optimizer),
+                else describe(value, NO_PARAMETER, _place(prefix, len(found)), entries, optimizer),
             )
         )
     entries[listed:] = [entry._replace(must_be_finite=False) for entry in entries[listed:]]
@@ -218,12 +225,12 @@ def _found_in(value: Any, deep: int) -> Iterator[Any]:
 
 def _is_tree(value: Any, owner: Optimizer) -> bool:
     """Returns whether `describe` can take a value apart."""
-    if isinstance(value, Tensor) or comes_back(value):
+    if isinstance(value, Tensor) or is_readable(value):
         return not isinstance(value, nn.Parameter)
     if (apart := _object_apart(value, owner) or _taken_apart(value)) is not None:
         return all(_is_tree(each, owner) for each in apart[1])
     if type(value) is dict:
-        return all(map(comes_back, value)) and all(_is_tree(each, owner) for each in value.values())
+        return all(map(is_readable, value)) and all(_is_tree(each, owner) for each in value.values())
     return type(value) in (list, tuple) and all(_is_tree(each, owner) for each in value)
 
 
@@ -297,7 +304,7 @@ def _place(prefix: str, number: int) -> str:
     return f"{prefix}others/{number}"
 
 
-NOBODYS = torch.empty(0, device="cpu")
+NO_PARAMETER = torch.empty(0, device="cpu")
 """A placeholder where a value belongs to no parameter."""
 
 
@@ -354,7 +361,7 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 
 
 def _is_plain_value(value: Any) -> bool:
-    return is_value(value) and comes_back(value) and (isinstance(value, Tensor) or not _has_tensors(value))
+    return is_value(value) and is_readable(value) and (isinstance(value, Tensor) or not _has_tensors(value))
 
 
 def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
@@ -432,7 +439,7 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
         raise NotCapturable(f"{name}: a sharded {type(value.to_local()).__name__} cannot be stored")  # type: ignore[attr-defined]
     flat: Any = value
     names, context = flat.__tensor_flatten__()
-    must_come_back(context, name)
+    check_readable(context, name)
     return {
         "device": value.device.type,
         "class": f"{type(value).__module__}:{type(value).__qualname__}",

@@ -55,11 +55,13 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     worker = _behind(running) if len(running) == obs.size else None
     idle = max(0.0, obs.now - since)
     return Hang(
-        since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker]
+        since,
+        f"no step for {idle:.0f} s: {_hang_message(running, worker)}",
+        None if worker is None else pods[worker],
     )
 
 
-def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
+def find_repeat_straggler(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
     """Returns the pod that holds the others up as last time, on the same node. `pods`: by worker."""
     before = obs.job.status.hang
     if before is None or before.times + 1 < _TIMES:
@@ -99,7 +101,7 @@ def _step(report: Report) -> int:
     return -1 if report.trainer.slowest_step is None else report.trainer.slowest_step
 
 
-def _told(running: Mapping[int, Report], behind: int | None) -> str:
+def _hang_message(running: Mapping[int, Report], behind: int | None) -> str:
     steps = [_step(report) for worker, report in running.items() if worker != behind]
     logs = "the stacks of its ranks are in the log of its container trainer"
     if behind is not None:

@@ -71,7 +71,7 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
-class Curtain(MetaPathFinder, Loader):
+class PreloadedModuleHider(MetaPathFinder, Loader):
     """Hides preloaded modules until the script imports one of them.
 
     The script therefore sees the `sys.modules` of a cold start, and its first `import torch` is detected: a
@@ -119,7 +119,7 @@ class Curtain(MetaPathFinder, Loader):
 _PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
 _LATER = "torch._dynamo"
 """The module that the first optimizer imports; this takes as long as importing torch itself."""
-MARK = "tiercheck_warm"
+OPT_IN = "tiercheck_warm"
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Channel:
         self._socket.close()
 
 
-class Unfit(Exception):
+class NotReusable(Exception):
     """The error for a process that cannot become the command, with the reason."""
 
 
@@ -201,7 +201,7 @@ def prepare(
         refuse_other_library()
         if not recipe.module:
             refuse_script(recipe.target, must_exist=False)
-    except Unfit as unfit:
+    except NotReusable as unfit:
         channel.say(f"never {unfit}")
         sys.exit(0)
     try:
@@ -220,16 +220,16 @@ def prepare(
     rename(name)
     try:
         if late := cannot_be_applied(imported_with, environment):
-            raise Unfit(f"{late} has changed since torch was imported")
+            raise NotReusable(f"{late} has changed since torch was imported")
         command = build(recipe, names)
-    except Unfit as unfit:
+    except NotReusable as unfit:
         channel.say(f"cold {unfit}")
         start_cold(given, environment)
     apply(environment)
     imports = Imports(before, imported_with, set_by_imports, of_torch)
     channel.say("warm")
     channel.close()
-    draw_curtain(imports, given, environment)
+    hide_preloaded_modules(imports, given, environment)
     take_over(recipe, command)
     return command
 
@@ -255,17 +255,17 @@ def refuse_users_start_up() -> None:
     for name in ("sitecustomize", "usercustomize"):
         module = sys.modules.get(name)
         file = os.path.realpath(getattr(module, "__file__", None) or "")
-        if getattr(module, MARK, False):
+        if getattr(module, OPT_IN, False):
             continue
         if module is not None and not file.startswith((library + os.sep, "/etc/python3")):
-            raise Unfit(f"{name} is there, and may read what only an attempt sets")
+            raise NotReusable(f"{name} is there, and may read what only an attempt sets")
 
 
 def refuse_other_library() -> None:
     """Raises Unfit unless the `tiercheck` that this interpreter finds first is the one running here."""
     found = importlib.machinery.PathFinder.find_spec("tiercheck")
     if found is None or os.path.realpath(found.origin or "") != os.path.realpath(tiercheck.__file__ or ""):
-        raise Unfit(f"{sys.executable} does not find the launcher's own tiercheck first")
+        raise NotReusable(f"{sys.executable} does not find the launcher's own tiercheck first")
 
 
 def set_search_path(recipe: Recipe) -> None:
@@ -279,16 +279,16 @@ def set_search_path(recipe: Recipe) -> None:
 def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
     """Returns the source of a script. Raises Unfit if it is not a plain script."""
     if pkgutil.get_importer(os.path.abspath(path)) is not None:
-        raise Unfit(f"{path} is a folder or an archive")
+        raise NotReusable(f"{path} is a folder or an archive")
     try:
         with open(path, "rb") as file:
             source = file.read()
     except OSError as error:
         if must_exist:
-            raise Unfit(f"{path} cannot be read: {error.strerror}") from None
+            raise NotReusable(f"{path} cannot be read: {error.strerror}") from None
         return b""
     if path.endswith(".pyc") or b"\0" in source:
-        raise Unfit(f"{path} is no source text")
+        raise NotReusable(f"{path} is no source text")
     return source
 
 
@@ -304,7 +304,7 @@ def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
     try:
         code = compile(source, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
-        raise Unfit(f"{recipe.target} cannot be compiled") from None  # Python reports the error itself
+        raise NotReusable(f"{recipe.target} cannot be compiled") from None  # Python reports the error itself
     return Command({**names, "__file__": file, "__loader__": SourceFileLoader("__main__", file)}, code=code)
 
 
@@ -332,7 +332,7 @@ def take_over(recipe: Recipe, command: Command) -> None:
     logging._startTime = time.time_ns() if isinstance(start, int) else time.time()  # type: ignore[attr-defined]
 
 
-def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[str, str]) -> None:
+def hide_preloaded_modules(imports: Imports, given: Sequence[str], environment: Mapping[str, str]) -> None:
     """Hides the preloaded modules until the script imports one.
 
     If the script has changed a variable that torch reads at import, `given` is executed instead."""
@@ -350,7 +350,7 @@ def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[st
             start_cold(given, environment)
         imports.show_effects()
 
-    Curtain(imports.before, opening)
+    PreloadedModuleHider(imports.before, opening)
 
 
 def start_cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -37,7 +37,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
-def make_plausible(report: Report) -> Report:
+def clamp_report(report: Report) -> Report:
     """Returns `report` with every number, text and reason within bounds; the same object if all are."""
     held = report.holdings
     if not held:
@@ -104,7 +104,7 @@ def without_lists(report: Report, why: str) -> Report:
     )
 
 
-def by_our_clock(report: Report, ahead: float) -> Report:
+def to_operator_clock(report: Report, ahead: float) -> Report:
     """Returns `report` with its times moved back by the seconds that the sender's clock is `ahead`."""
     if not ahead:
         return report

@@ -12,7 +12,7 @@ from tiercheck.protocol.local import Hello, LauncherEvent, Order
 _LONGEST_LINE = 1024 * 1024
 
 
-class SidecarLine:
+class SidecarConnection:
     """The connection to the sidecar. Never raises, and never blocks for long.
 
     An event that cannot be sent is sent again by the caller after the next connection."""
