@@ -23,7 +23,6 @@ from benchmarks.harness import (
     Scale,
     Sense,
     bytes_text,
-    rate_text,
     scratch,
     seconds_text,
 )
@@ -155,7 +154,7 @@ def _peer_rows(
     fetch, load = min(peer["fetch"]), min(peer["load"])
     usual = statistics.median(map(sum, zip(peer["fetch"], peer["load"], strict=True)))
     new = seconds_text(min(peer["fetch into new memory"]))
-    parts = f"{rate_text(size / fetch)}, loaded in {seconds_text(load)}; fetched into new memory in {new}"
+    parts = f"fetch into new memory {new}, load {seconds_text(load)}"
     if not theirs:
         return [
             Figure(

@@ -3,7 +3,9 @@
 import ast
 import collections
 import functools
+import re
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,6 +192,49 @@ def test_the_first_line_of_a_module_is_a_whole_sentence() -> None:
         if text.strip() and (not first.endswith(".") or len(first) > LONGEST_FIRST_LINE):
             bad[path] = first
     assert bad == {}
+
+
+FRAGMENTS = {
+    "of", "what", "whether", "as", "by", "in", "for", "to", "with", "from", "on", "at", "how", "when",
+    "where", "which", "who", "that", "until", "if", "so", "than", "but", "and", "or", "without",
+    "since", "while", "after", "before", "per", "because", "into", "about", "between", "under", "over",
+    "against", "once", "those", "these",
+}  # fmt: skip
+"""First words of a docstring that is no sentence."""
+PEOPLE = re.compile(
+    r"\b(he|him|his|she|who|whom|whose|whoever|nobody|somebody|tells|told|hears|owes)\b", re.I
+)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of every docstring of the product, fields and constants included."""
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            for each in body if isinstance(body, list) else ():
+                match each:
+                    case ast.Expr(ast.Constant(str() as text)):
+                        yield f"{name}:{each.lineno}", text
+
+
+def test_docstrings_begin_like_sentences() -> None:
+    first = {place: re.findall(r"\w+", text)[:1] for place, text in docstrings()}
+    assert [place for place, words in first.items() if words and words[0].lower() in FRAGMENTS] == []
+
+
+def test_docstrings_and_comments_are_about_processes_not_about_people() -> None:
+    texts = [*docstrings(), *comments()]
+    found = [(place, *PEOPLE.findall(text)) for place, text in texts if PEOPLE.search(text)]
+    assert len(found) <= 10, found
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of every comment of the product."""
+    for name, path in PRODUCT.items():
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.COMMENT:
+                    yield f"{name}:{token.start[0]}", token.string
 
 
 def rooms_of_tests() -> dict[str, int]:

@@ -233,7 +233,7 @@ REST = 40
 """The number of measurements until another number of streams is tried."""
 
 
-class Probe(Enum):
+class StreamProbe(Enum):
     """A change of the number of streams for the next measurement."""
 
     NONE = 0
@@ -246,37 +246,39 @@ class StreamCountTuner:
     """The intended number of streams, found by trying the throughput with one more or one fewer."""
 
     count: int = FEW
-    trial: Probe = Probe.NONE
+    trial: StreamProbe = StreamProbe.NONE
     before: float = 0.0
     """The throughput that the trial is compared with."""
     rest: int = 0
     """The number of measurements before the next trial."""
-    next: Probe = Probe.ONE_MORE
+    next: StreamProbe = StreamProbe.ONE_MORE
     """The next trial."""
 
     def measured(self, throughput: float, most: int) -> StreamCountTuner:
         """Returns the state after `throughput` was measured with `count` streams; 1 to `most` are tried."""
         worth = {
-            Probe.NONE: False,
-            Probe.ONE_MORE: throughput >= self.before * GAIN,
-            Probe.ONE_FEWER: throughput * GAIN > self.before,
+            StreamProbe.NONE: False,
+            StreamProbe.ONE_MORE: throughput >= self.before * GAIN,
+            StreamProbe.ONE_FEWER: throughput * GAIN > self.before,
         }
         if worth[self.trial]:
             return self._try(self.trial, throughput, most)
-        if self.trial is not Probe.NONE:
+        if self.trial is not StreamProbe.NONE:
             return self._settle(self.count - self.trial.value)
         if self.rest:
             return StreamCountTuner(self.count, rest=self.rest - 1, next=self.next)
         return self._try(self.next, throughput, most)
 
-    def _try(self, trial: Probe, throughput: float, most: int) -> StreamCountTuner:
+    def _try(self, trial: StreamProbe, throughput: float, most: int) -> StreamCountTuner:
         count = self.count + trial.value
         if not 1 <= count <= most:
             return self._settle(min(self.count, most), trial)
         return StreamCountTuner(count, trial, throughput, next=trial)
 
-    def _settle(self, count: int, tried: Probe | None = None) -> StreamCountTuner:
-        other = Probe.ONE_FEWER if (tried or self.trial) is Probe.ONE_MORE else Probe.ONE_MORE
+    def _settle(self, count: int, tried: StreamProbe | None = None) -> StreamCountTuner:
+        other = (
+            StreamProbe.ONE_FEWER if (tried or self.trial) is StreamProbe.ONE_MORE else StreamProbe.ONE_MORE
+        )
         return StreamCountTuner(count, rest=REST, next=other)
 
 
