@@ -240,7 +240,7 @@ class Storage:
         return {"planner": self.planner(), "process_group": self.process_group, **given}
 
     def _died(self, error: BaseException, _: int) -> None:
-        self._warn(type(error).__name__, f"progress could not be told, and is told again: {error!r}")
+        self._warn(type(error).__name__, f"progress could not be reported, and will be again: {error!r}")
 
     def _deliver(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

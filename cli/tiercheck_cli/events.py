@@ -184,8 +184,8 @@ def events(
         return
     if not told:
         remark(
-            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered "
-            "from anything"
+            f"there are no Events of {job}: Kubernetes forgets Events after an hour, and it has not "
+            "recovered from anything"
         )
     terminal = console()
     if told:

@@ -299,7 +299,10 @@ def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[st
     except Forbidden:
         if saved is not None and saved.domains is not None:
             return saved.domains.labels(), ""
-        return {}, "you may not read nodes, so their racks and zones are not known: only hosts are told apart"
+        return (
+            {},
+            "you may not read nodes, so their racks and zones are not known: only hosts count as domains",
+        )
     return {node["metadata"]["name"]: node["metadata"].get("labels") or {} for node in nodes}, ""
 
 

@@ -259,7 +259,7 @@ _ISOLATED = 60.0
 """Seconds without contact to the controller or any peer, after which uploads stop.
 The job has probably moved on."""
 _LONELY = (
-    "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. "
+    "neither the controller nor any peer has called for a minute, so nothing is uploaded. "
     "Check the node's network"
 )
 

@@ -55,7 +55,7 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
     assert recovery["cause"] == "NodeSilent"
-    assert "worker 0 hears nothing from its host either" in recovery["message"]
+    assert "worker 0 gets no answer from its host either" in recovery["message"]
     assert job.node_of(1) != node
     assert job.status["restarts"]["crash"] == 0
     assert_same_as_undisturbed(job)
@@ -261,7 +261,7 @@ def test_node_whose_processes_are_dead_is_left_although_its_kernel_refuses_and_k
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
     assert recovery["cause"] == "SidecarSilent"
-    assert "its kubelet says nothing" in recovery["message"]
+    assert "its kubelet does not report" in recovery["message"]
     assert job.node_of(1) != node
     assert recovery["tiers"]["peer"] == 1
     assert_same_as_undisturbed(job)

@@ -367,7 +367,7 @@ def test_restore_that_always_fails_is_reported_instead_of_being_waited_for(
     until(lambda: state.restore.state is RestoreState.FAILED, "given up")
     (rank,) = state.restore.ranks
     assert rank.tier is None
-    assert "3 times in a way that nobody thought of: ValueError in " in rank.failures[0]
+    assert "3 times unexpectedly: ValueError in " in rank.failures[0]
 
 
 def failing_first(times: int, real: Callable[..., str]) -> Callable[..., str]:

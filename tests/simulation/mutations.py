@@ -115,7 +115,7 @@ def _reclaim_one_too_many() -> list[Patch]:
         left = sorted(each for each in place.snapshots if (Kind.SNAPSHOT, each) not in gone)
         return gone | {(Kind.SNAPSHOT, left[0])} if len(left) == 1 and verdict is not None else gone
 
-    return [(reclaim, "expendable", greedy)]
+    return [(reclaim, "freeable", greedy)]
 
 
 def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
@@ -381,7 +381,7 @@ MUTATIONS = (
     Mutation("one too many", "reclaim frees the last snapshot too", _reclaim_one_too_many),
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier,
         _copies),
-    Mutation("never free", "nothing is reclaimed", lambda: [(reclaim, "expendable", lambda *_: frozenset())]),
+    Mutation("never free", "nothing is reclaimed", lambda: [(reclaim, "freeable", lambda *_: frozenset())]),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
     Mutation("unverified restore", "own memory is loaded without a look at digests",

@@ -379,7 +379,9 @@ class Checkpointer:
             RuntimeError: This is not a job in a cluster, or `step` was called already.
         """
         if self._backend.is_folder:
-            raise RuntimeError("suspect needs a TierCheckJob: outside a cluster nobody takes the ranks back")
+            raise RuntimeError(
+                "suspect needs a TierCheckJob: outside a cluster no operator takes the ranks back"
+            )
         if self._loop.number is not None and self._loop.number < self.step_number:
             raise RuntimeError(f"step {self.step_number} has ended: call suspect before checkpointer.step")
         self._suspicion = " ".join(reason.split()) or "no reason was given"

@@ -213,7 +213,7 @@ def import_checkpoint(
 
 
 remote = typer.Typer(
-    no_args_is_help=True, help="Try a durable store out; say, or change, whose a job's folder there is."
+    no_args_is_help=True, help="Try a durable store out; show or change the owner of a job's folder there."
 )
 
 Job = Annotated[str, typer.Argument(help="The job.")]

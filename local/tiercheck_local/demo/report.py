@@ -160,7 +160,7 @@ def _section(record: RunRecord) -> str:
     )
     return f"""<h2>{_html(record.title)}</h2>
 <p class="verdict{kind}"><b>{verdict}</b><br>{_html(record.verdict.sentence)}</p>
-<table class="rows"><caption>Each failure was injected into the running job. Nobody helped: the operator
+<table class="rows"><caption>Each failure was injected into the running job. The operator
 brought the job back.</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
 <div class="wide" role="region" aria-label="The figure" tabindex="0">{figure(record)}</div>
 <h3>Digests of the final parameters</h3><dl>{digests}</dl>"""

@@ -69,9 +69,9 @@ class Record:
 
 class LeaseMove(Enum):
     CREATE = "there is no lease: make it ours"
-    TAKE = "nobody holds it any more: take it over"
+    TAKE = "no process holds it any more: take it over"
     RENEW = "it is ours: say so again"
-    WAIT = "somebody else holds it"
+    WAIT = "another process holds it"
 
 
 class Candidate:

@@ -176,7 +176,7 @@ class Ownership:
             owner = from_json(body, StoreOwner)
         except Malformed as error:
             raise RemoteCorrupt(
-                f"{place}, which says whose the folder is, cannot be read: {error}."
+                f"{place}, which names the owner of the folder, cannot be read: {error}."
             ) from error
         self._known = number, owner
         return owner

@@ -267,7 +267,7 @@ class Restorer:
             if self._tried[1] < _TRIES:
                 raise
             log.exception("the restore of attempt %d is given up", directive.attempt)
-            why = f"the restore failed {_TRIES} times in a way that nobody thought of: {describe(error)}"
+            why = f"the restore failed {_TRIES} times unexpectedly: {describe(error)}"
             version = directive.restore.version if directive.restore else None
             ranks = tuple(RankRestore(rank, None, None, 0, 0.0, (why,)) for rank in self._vault.ranks)
             self._publish(directive, RestoreReport(RestoreState.FAILED, version, ranks))

@@ -237,7 +237,7 @@ class RankSession:
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
         hello = self._hello
         if directive is None:
-            return "the controller has not told this sidecar yet what to do"
+            return "the operator has not sent this sidecar a directive yet"
         if hello.rank not in self._vault.ranks:
             return f"rank {hello.rank} does not belong to worker {self._state.config.worker}"
         other = self._state.fence.refuse_other(hello.attempt, directive)

@@ -255,7 +255,7 @@ class Coordinator:
         # A worker with refused reports is not waited for at the end.
         self._heard[word.head.worker] = self._clock()
         if word.head.placement and word.head.placement != directive.placement:
-            raise NotNow("holders change, and not everybody has heard of it")
+            raise NotNow("holders change, and not every sidecar follows yet")
         self._merge(word)
         self._is_dirty = True
         if self._verdict is None or len(self._tally.ranks) <= directive.procs_per_worker:

@@ -175,7 +175,7 @@ def test_spare_waits_as_nobody_with_its_launcher(make_world: MakeWorld) -> None:
     launcher = FakeLauncher(world.run_dir(0) / names.SOCKET_NAME)
     until(lambda: world.report(0).trainer.state is TrainerState.WAITING, "the launcher waits")
     with world.rank(0, attempt=1) as rank:
-        assert "has not told" in rank.welcome.error
+        assert "has not sent this sidecar a directive" in rank.welcome.error
     launcher.close()
 
 

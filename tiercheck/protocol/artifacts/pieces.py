@@ -191,7 +191,7 @@ class NotCovered(ValueError):
     """The error for a `box` of a tensor that no source holds."""
 
     def __init__(self, box: Box) -> None:
-        super().__init__(f"nobody holds indices {box.offset} and the {box.shape} from there")
+        super().__init__(f"no rank holds indices {box.offset} and the {box.shape} from there")
         self.box = box
 
 

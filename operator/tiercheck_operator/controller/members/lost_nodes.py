@@ -46,7 +46,7 @@ def why_lost(obs: Observation, pod: PodView) -> str:
         return ""  # there is no other node, and no evidence
     if is_answering(obs, pod):
         return (
-            f"{node.lost}, and nobody starts its trainer again"
+            f"{node.lost}, and its trainer is not started again"
             if _waits_for_trainer_restart(obs, pod)
             else ""
         )
@@ -80,7 +80,7 @@ def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> 
     why = obs.nodes[first.node or ""].lost
     return Finding(
         conditions.NODE_NOT_READY,
-        f"node {first.node} of worker {first.worker}: {why}{more}. Who answers trains on, and is left alone "
+        f"node {first.node} of worker {first.worker}: {why}{more}. Pods that answer train on, and stay "
         "until Kubernetes evicts it, or its sidecar falls silent as well; new pods go elsewhere",
     )
 
@@ -210,7 +210,7 @@ def describe_silent_sidecars(obs: Observation) -> Finding | None:
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
         return Finding(reason, f"{whose} in pod {pod.name} {known}. {until}.")
-    told = f"{whose} in pod {pod.name} does not answer, while its kubelet calls it well"
+    told = f"{whose} in pod {pod.name} does not answer, while its kubelet reports it healthy"
     return Finding(conditions.SIDECAR_NOT_ANSWERING, f"{told}. {until}.")
 
 

@@ -315,7 +315,7 @@ def why_not_smaller(situation: Situation, size: int) -> str:
     if size < spec.min_workers:
         return f"elastic.minWorkers is {spec.min_workers}, and only {size} workers have a node"
     if spec.attach is not None:
-        return "its pods are another controller's, who decides how many there are"
+        return "its pods belong to another controller, which decides how many there are"
     if spec.gang is not None:
         return "spec.gang asks for all workers or none"
     if situation.job.queue_labels:

@@ -257,10 +257,10 @@ def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | No
             if due < 0
             else f"starts it again only in {due:.0f} s"
         )
-        return f"{text}, the way back needs it, and its kubelet {late}"
+        return f"{text}; the restore needs it, and its kubelet {late}"
     if not named:
         return text
-    they = f"worker {workers} hears" if len(named) == 1 else f"workers {workers} hear"
+    they = f"worker {workers} gets" if len(named) == 1 else f"workers {workers} get"
     if suspicion.host_silent:
-        return f"{text}, and {they} nothing from its host either"
-    return f"{text}, and {they} that it is closed, of which its kubelet says nothing"
+        return f"{text}, and {they} no answer from its host either"
+    return f"{text}, and {they} no connection to its port, which its kubelet does not report"

@@ -438,7 +438,7 @@ def _suspended(look: _Look) -> _Told:
         return True, Finding(conditions.SUSPEND_REQUESTED, text)
     if look.findings.suspending:
         text = "trainers stop; without spec.tiers.remote their state is lost"
-        text = "trainers stop and sidecars upload what they owe" if remote else text
+        text = "trainers stop and sidecars finish their uploads" if remote else text
         return False, Finding(conditions.SUSPENDING, text)
     return None
 
