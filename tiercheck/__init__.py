@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:  # a type checker would infer Any for every name
     _MODULES = {
         "DifferentState": "restore.load",
-        "NotCapturable": "tensors.leaves",
+        "NotCapturable": "tensors.tensor_parts",
         "RestoreError": "backends.backend",
         "ResumableSampler": "resumable_sampler",
         "State": "state.user_state",

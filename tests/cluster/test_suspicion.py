@@ -194,7 +194,7 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
         for node in cluster.nodes:
             cluster.faults.partition_node(node)
         told = job.wait_condition("Placed", "True", "NodeNotReady")["message"]
-        assert "trains on" in told
+        assert "train on" in told
         cluster.wait_for(
             lambda: not any(kubernetes_trusts(cluster, node) for node in cluster.nodes),
             60,

@@ -222,7 +222,7 @@ def test_unreadable_owner_stops_writers_and_a_person_mends_it(jobs: Opener) -> N
     assert jobs.save(store, Version(10, 1), b"state")
     (name,) = [name for name in jobs.place.names() if "/owner/" in name]
     jobs.place.put(name, b"{")
-    with pytest.raises(RemoteCorrupt, match="whose the folder is"):
+    with pytest.raises(RemoteCorrupt, match="names the owner of the folder"):
         jobs(DEV).check()
     jobs(None).ownership.assign_owner(DEV.job_uid)
     assert jobs(DEV).versions() == [Version(10, 1)]

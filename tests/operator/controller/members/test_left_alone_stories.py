@@ -231,7 +231,7 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing(world: Wo
     world.assert_told(
         "Placed",
         (True, "NodeNotReady"),
-        "trains on",
+        "train on",
         "node is not ready (NodeStatusUnknown), and so it is with those of",
     )
     assert "NodeNotReady" in world.notices
