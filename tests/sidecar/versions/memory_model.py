@@ -70,8 +70,8 @@ class Model:
         self.step = [0] * self.world
         self.rotten_until = 0
         """Up to this step what is announced as complete may rest on own memory that has rotted."""
-        self.gaps_until = 0
-        """The newest step of which a rank has no delta, or no snapshot, that it should have."""
+        self.has_gaps = False
+        """True once a rank has skipped or lost a delta or snapshot that it had room for."""
         often = {self.train: 1, self.seal: 3, self.send: 6, self.tell: 5, self.listen: 5, self.free: 4}
         self._moves = [move for move, times in often.items() for _ in range(times)]
         self._begin_attempt()
@@ -124,7 +124,7 @@ class Model:
         if self.rng.random() >= self.skips:
             self.writing[rank].add((kind, version))
         else:
-            self.gaps_until = version.step
+            self.has_gaps = True
 
     def seal(self, rank: int) -> None:
         if self.writing[rank]:
@@ -133,7 +133,7 @@ class Model:
             if self.rng.random() >= self.skips / 2:  # a trainer that gives a slot up
                 self.own[rank].has.add(key)
             else:
-                self.gaps_until = max(self.gaps_until, key[1].step)
+                self.has_gaps = True
 
     def send(self, rank: int) -> None:
         """One artifact of `rank` to one holder, if it has room."""
@@ -268,7 +268,7 @@ class Model:
 
     def restart_sidecar(self, rank: int) -> None:
         """Its memory stays, but for what was being written; what it was told is gone."""
-        self.gaps_until = max([self.gaps_until, *(version.step for _, version in self.writing[rank])])
+        self.has_gaps |= bool(self.writing[rank])
         self.writing[rank], self.acks[rank], self.reached[rank], self.verdicts[rank] = set(), {}, None, None
         self.leaving[rank], self.left_out[rank] = set(), set()
 
@@ -368,9 +368,8 @@ class Model:
                 set.intersection(*(set(each.rebuildable(self.history)) for each in places)),
                 "peer",
             )
-            anchor = self.standing.anchor
-            # Chains have gaps only by these. What was skipped no longer matters once it is older than that.
-            whole = not self.rotten_until and (anchor is None or anchor.step > self.gaps_until)
+            # Chains have gaps only by these, and keep them after no more is skipped.
+            whole = not self.skips and not self.has_gaps and not self.rotten_until
             for lost in range(self.world if whole or self.chains > 2 else 0):  # or no place gets crowded
                 # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others
                 # do not have it.

@@ -93,7 +93,7 @@ def test_what_parity_protects_can_be_rebuilt_at_every_moment(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), copies=st.integers(1, 2))
-@example(seed=605417, world=2, copies=1)  # skipped before the last restart
+@example(seed=605417, world=2, copies=1)  # skipped before a restart
 def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(
     seed: int, world: int, copies: int
 ) -> None:
