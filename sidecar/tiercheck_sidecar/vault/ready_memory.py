@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.plain_files import open_plain
-from tiercheck_sidecar.vault.slots import create, remove
+from tiercheck_sidecar.vault.slots import create, identity, remove
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReadyMemory:
             file = None
             try:
                 area = create(path, size, hands)
-                file = _ReadyFile(path, area, _identity(os.lstat(path)))
+                file = _ReadyFile(path, area, identity(os.lstat(path)))
             except OSError as error:
                 log.warning("cannot allocate %d bytes for %s: %s", size, path.name, error)
             with self._changed:
@@ -88,7 +88,7 @@ class ReadyMemory:
             try:
                 status = os.fstat(descriptor)
                 # A trainer of this pod can replace or shorten what lies on the volume.
-                if _identity(status) != file.identity or status.st_size != len(file.area):
+                if identity(status) != file.identity or status.st_size != len(file.area):
                     raise OSError(f"{file.path.name} was changed")
                 os.ftruncate(descriptor, size)
             finally:
@@ -107,10 +107,6 @@ class ReadyMemory:
             self._changed.notify_all()
         for file in files:
             _drop(file)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _drop(file: _ReadyFile) -> None:

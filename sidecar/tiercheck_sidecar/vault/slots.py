@@ -209,7 +209,7 @@ class Slot:
 
     def adopt(self, area: memoryview) -> None:
         """Keeps the mapping through which the slot was created."""
-        self._area, self._identity = area, _identity(os.lstat(self.path))
+        self._area, self._identity = area, identity(os.lstat(self.path))
 
     def unmap(self) -> None:
         """Releases the memory of a removed slot; while the slot is read, its memory stays."""
@@ -229,10 +229,10 @@ class Slot:
         status = os.lstat(self.path)
         if status.st_size < self.size:
             raise OSError(errno.EIO, f"it is {status.st_size} bytes long, {self.size} were made")
-        if self._area is None or self._identity != _identity(status):
+        if self._area is None or self._identity != identity(status):
             file = open_plain(self.path, write=True)
             try:
-                self._identity = _identity(os.fstat(file))
+                self._identity = identity(os.fstat(file))
                 self._area = map_aligned(file, self.size)
             finally:
                 os.close(file)
@@ -241,7 +241,8 @@ class Slot:
         return self._area
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """Returns device and inode."""
     return status.st_dev, status.st_ino
 
 

@@ -36,7 +36,7 @@ class MemoryPlace:
     slots: int = 0
     """The number of snapshot slots; 0 for the default, when memory is not short."""
     crowded: bool = False
-    """True if delta slots are nearly used up or the named snapshot has no slot, and no parity uses this.
+    """True if `lacks_delta_slot` or the named snapshot has no slot, and no parity uses this.
 
     If the snapshot that all ranks have cannot lead to the floor, it is freed for a newer one, because
     otherwise nothing new would fit. If it can, it stays, although the next deltas may find no slot.
@@ -46,6 +46,16 @@ class MemoryPlace:
     def to_keep(self) -> int:
         """Returns the number of snapshots that leaves a slot for the next one."""
         return (self.slots or (OWN_SLOTS if self.tier is Tier.LOCAL else HOSTED_SLOTS)) - 1
+
+
+def lacks_delta_slot(deltas: Collection[Version], unfinished: Collection[Version], slots: int) -> bool:
+    """Returns whether own delta slots are nearly used up, for another reason than a late delta.
+
+    One that is still being written or sealed will close the gap before newer ones. Without it nothing newer
+    rests on the snapshot that all ranks have, and that would be freed.
+    """
+    late = deltas and any(version < max(deltas) for version in unfinished)
+    return not late and len(deltas) >= slots - SPARE_DELTAS
 
 
 def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> bool:
@@ -244,11 +254,17 @@ class Reclaimer:
         verdict: TierVerdict | None,
         plan: Sizing,
     ) -> frozenset[tuple[Kind, Version]]:
-        """Returns what may be freed from one place; only these arguments decide it."""
+        """Returns what may be freed from one place. What is decided while a delta is late may be kept for
+        longer than needed: until more is sealed there."""
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
         hosted = self._wanted_by(directive)
-        place = _place(name, stock, directive, verdict, plan, hosted=hosted)
+        unfinished = {
+            artifact.version
+            for artifact in self._vault.unfinished()
+            if artifact.rank == name.rank and artifact.kind is Kind.DELTA
+        }
+        place = _place(name, stock, directive, verdict, plan, hosted=hosted, unfinished=unfinished)
         return freeable(place, directive.history, verdict, owed if mine else None)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
@@ -277,10 +293,11 @@ def _place(
     plan: Sizing,
     *,
     hosted: Hosted,
+    unfinished: set[Version],
 ) -> MemoryPlace:
     snapshots, deltas = stock.snapshots, stock.deltas
     if name.tier is Tier.LOCAL:
-        crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
+        crowded = directive.parity is None and lacks_delta_slot(deltas, unfinished, plan.delta_slots)
         return MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
         return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted[1])

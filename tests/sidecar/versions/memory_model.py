@@ -10,11 +10,10 @@ import random
 from dataclasses import dataclass, field
 
 from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, word_of
-from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.tier_verdict import TierVerdict, intersect, spans
-from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_slot
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_delta_slot, lacks_slot
 from tiercheck_sidecar.versions.report_updates import ReportInterner
 from tiercheck_sidecar.versions.tally import RankTable
 from tiercheck_sidecar.versions.watermark import WatermarkState, compute_watermarks
@@ -234,7 +233,8 @@ class Model:
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
         own = self.own[rank]
-        crowded = not self.parity and len(own.of(Kind.DELTA)) >= own.delta_slots - SPARE_DELTAS
+        unfinished = {version for kind, version in self.writing[rank] if kind is Kind.DELTA}
+        crowded = not self.parity and lacks_delta_slot(own.of(Kind.DELTA), unfinished, own.delta_slots)
         gone = freeable(own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), self.history, word)
         mark = word.watermarks.local if word else None
         newer = {each for kind, each in gone if kind is Kind.SNAPSHOT and (mark is None or each > mark)}
@@ -281,6 +281,8 @@ class Model:
     def lose(self, *lost: int) -> Version | None:
         """Workers go with all their memory. The job goes back to the newest version that the others can give,
         in a new attempt."""
+        # A survivor's trainer may have been ended before it sealed the delta of a step that all go back to.
+        self.has_gaps |= any(self.writing)
         for worker in lost:
             self.own[worker].has.clear()
             self.hosted = {key: memory for key, memory in self.hosted.items() if key[0] != worker}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.sidecar.versions.reports import Copy, RankTiers, compute_watermarks, next_upload
+from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, Digests, History, Kind, RankArtifact, Version
 from tiercheck_sidecar.model.tier_verdict import TierVerdict, spans
-from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_slot
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable, lacks_delta_slot, lacks_slot
 from tiercheck_sidecar.versions.watermark import WatermarkState
 
 HISTORY = History((Branch(1, 0),))
@@ -405,6 +406,16 @@ def test_nothing_is_given_up_for_a_snapshot_that_some_holder_lacks() -> None:
     assert gone(here, verdict(9, anchor=8)) == ([4], [5, 6, 7, 8])
     assert gone(here, verdict(9, anchor=None)) == ([], [])
     assert gone(replace(here, crowded=True), verdict(9, anchor=4)) == ([], []), "a gap costs a few steps"
+
+
+def test_delta_that_is_late_is_waited_for_before_a_snapshot_is_given_up_for_room() -> None:
+    """With it newer versions rest on the snapshot that all ranks have, as before."""
+    sealed, slots = [v(5), v(6), v(8), v(9)], 4 + SPARE_DELTAS
+    assert lacks_delta_slot(sealed, [], slots)
+    assert lacks_delta_slot(sealed, [v(10)], slots), "nothing that is here waits for that one"
+    assert not lacks_delta_slot(sealed, [v(7), v(10)], slots)
+    assert not lacks_delta_slot(sealed, [], slots + 1)
+    assert not lacks_delta_slot([], [v(7)], slots)
 
 
 def test_holder_without_a_slot_for_the_next_snapshot_gives_up_what_leads_nowhere() -> None:

@@ -81,7 +81,7 @@ def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> 
     return Finding(
         conditions.NODE_NOT_READY,
         f"node {first.node} of worker {first.worker}: {why}{more}. Pods that answer train on, and stay "
-        "until Kubernetes evicts it, or its sidecar falls silent as well; new pods go elsewhere",
+        "until Kubernetes evicts them, or their sidecars fall silent as well; new pods go elsewhere",
     )
 
 
