@@ -118,6 +118,7 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert "restartedMessage" not in recovery
     assert_equal_losses(job, kind)
     assert_stayed(job, lost=3)
 
@@ -201,6 +202,7 @@ def test_rank_of_a_pod_is_replaced_and_those_beside_it_stay(
     os.kill(next(line["pid"] for line in lines_of(job) if line["rank"] == lost), signal.SIGKILL)
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
+    assert "restartedMessage" not in recovery
     assert_equal_losses(job, kind)
     assert_stayed(job, lost)
 

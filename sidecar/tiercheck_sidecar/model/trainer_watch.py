@@ -109,6 +109,7 @@ class _Listener:
     """The second connection of a rank."""
 
     connection: object
+    """None once it is closed, which is also how a process ends that was killed."""
     refusal: str
     """The reason why its process must end with its attempt; empty: it can stay."""
     left: int = 0
@@ -138,8 +139,8 @@ class TrainerWatch:
     def report(self) -> TrainerReport:
         if not self._listeners:
             return self._report
-        refusals = [each.refusal for each in self._listeners.values() if each.refusal]
-        listens = len(self._listeners) - len(refusals)
+        refusals = [each.refusal for each in self._listeners.values() if each.refusal and each.connection]
+        listens = sum(not each.refusal for each in self._listeners.values())
         return dataclasses.replace(
             self._report, listens=listens, refusal=self._report.refusal or next(iter(refusals), "")
         )
@@ -154,6 +155,7 @@ class TrainerWatch:
         `resumed`: it was released before this process began, so the command should be running."""
         self.attempt = attempt
         self._report = self._not_waiting()
+        self._listeners = {rank: each for rank, each in self._listeners.items() if each.connection}
         self._listened = {rank: each.refusal for rank, each in self._listeners.items()}
         self._silent_since = None
         self._not_finite = {}
@@ -195,15 +197,17 @@ class TrainerWatch:
             self._report = dataclasses.replace(self._report, state=TrainerState.FAILED)
 
     def listener_gone(self, rank: int, connection: object) -> None:
-        """Records that the process of a rank ends with its attempt, unless it reconnects."""
+        """Records that the process of a rank ends with its attempt, unless it reconnects.
+
+        Until the next attempt it is reported as before: that it is gone says nothing about its loop."""
         known = self._listeners.get(rank)
         if known is not None and known.connection is connection:
-            del self._listeners[rank]
+            known.connection = None
 
     def listeners(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Returns those of the local `ranks` with processes that may stay."""
-        known = self._listeners
-        return tuple(rank for rank in ranks if rank in known and not known[rank].refusal)
+        known = {rank for rank, each in self._listeners.items() if each.connection and not each.refusal}
+        return tuple(rank for rank in ranks if rank in known)
 
     def left(self, ranks: Iterable[int], attempt: int) -> tuple[int, ...]:
         """Returns those that have left their step for this attempt."""

@@ -62,6 +62,17 @@ def test_process_that_did_not_stay_is_reported_with_the_reason_until_the_release
     assert watch.report.refusal == "", "nothing was there that could have stayed"
 
 
+def test_killed_process_is_not_reported_as_one_whose_loop_cannot_stay() -> None:
+    """What it was is the answer to why others were started anew, and it is asked before the command is known
+    to have ended."""
+    watch, line = running(), object()
+    watch.listener_connected(3, line, "")
+    watch.listener_gone(3, line)
+    assert (watch.report.listens, watch.listeners([3])) == (1, ())
+    watch.begin_attempt(2, resumed=False, now=1.0)
+    assert watch.report.listens == 0
+
+
 def test_launcher_that_reconnects_and_still_runs_the_command_changes_nothing() -> None:
     watch = running()
     watch.launcher_gone(5.0)
