@@ -146,11 +146,11 @@ class ThrottleWatch:
 
 
 def spare_hands(folder: Path) -> int:
-    """Returns how many threads may be busy for long: one per core, or half of the cgroup's CPU limit.
+    """Returns how many threads may be busy for long: one per core, at most half of the cgroup's CPU limit.
     With more, the kernel would hold up all other threads."""
     stat, cores = read_cpu_stat(folder), len(os.sched_getaffinity(0))
     limit = stat.limit if stat is not None else None
-    return max(1, min(_MOST_HANDS, cores if limit is None else int(limit / 2)))
+    return max(1, min(_MOST_HANDS, cores, cores if limit is None else int(limit / 2)))
 
 
 def read_cpu_stat(folder: Path) -> CpuStat | None:

@@ -245,6 +245,7 @@ def test_long_work_leaves_half_of_the_limit_to_the_others(
     assert spare_hands(tmp_path / "nowhere") == 12
     assert spare_hands(v2(tmp_path / "two", 0, 0, "800000 100000")) == 4
     assert spare_hands(v2(tmp_path / "two", 0, 0, "50000 100000")) == 1
+    assert spare_hands(v2(tmp_path / "two", 0, 0, "6400000 100000")) == 12, "no more than there are cores"
 
 
 def test_limit_that_is_used_up_in_a_quarter_of_the_time_is_a_problem_until_it_is_hardly_ever() -> None:

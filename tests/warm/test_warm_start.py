@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.scripted_sidecar import until
 from tiercheck.launcher.recipe import Recipe
 from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.directive import Phase
+from tiercheck.warm import in_place_exec
 from tiercheck_local.markers import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -427,3 +429,22 @@ def test_switched_off_nothing_waits(launch: Launch, tmp_path: Path) -> None:
     assert not subprocess.run(
         ["pgrep", "-P", str(launched.process.pid)], capture_output=True, check=False
     ).stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "fit"),
+    [("{library}", True), ("/etc/python3.11", True), ("{library}/site-packages", False), ("/home/me", False)],
+)
+def test_only_pythons_own_start_up_module_is_taken_for_harmless(
+    monkeypatch: pytest.MonkeyPatch, place: str, fit: bool
+) -> None:
+    """One that was installed runs before the variables of an attempt are there, and may read them. Without a
+    virtual environment it lies below the standard library."""
+    module = types.ModuleType("sitecustomize")
+    module.__file__ = f"{place.format(library=os.path.dirname(os.__file__))}/sitecustomize.py"
+    monkeypatch.setitem(sys.modules, "sitecustomize", module)
+    monkeypatch.setattr(os.path, "realpath", lambda path: path)
+    if fit:
+        return in_place_exec.refuse_users_start_up()
+    with pytest.raises(in_place_exec.NotReusable, match="sitecustomize"):
+        in_place_exec.refuse_users_start_up()

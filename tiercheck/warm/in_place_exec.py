@@ -248,8 +248,8 @@ def rename(name: str) -> str:
 def refuse_users_start_up() -> None:
     """Raises Unfit if a sitecustomize or usercustomize ran, which may have read an attempt's variables.
 
-    Allowed are files below the standard library's folder or /etc/python3* (Debian's own), and any module
-    that sets `tiercheck_warm = True`.
+    Allowed are files directly in the standard library's folder (not those installed below it, in
+    site-packages) or in /etc/python3* (Debian's own), and any module that sets `tiercheck_warm = True`.
     """
     library = os.path.dirname(os.__file__)
     for name in ("sitecustomize", "usercustomize"):
@@ -257,7 +257,8 @@ def refuse_users_start_up() -> None:
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if getattr(module, OPT_IN, False):
             continue
-        if module is not None and not file.startswith((library + os.sep, "/etc/python3")):
+        of_python = os.path.dirname(file) == library or file.startswith("/etc/python3")
+        if module is not None and not of_python:
             raise NotReusable(f"{name} is there, and may read what only an attempt sets")
 
 

@@ -287,8 +287,10 @@ class MultiSourceFetch:
             word = ""
             with contextlib.suppress(SourceFailed):
                 word = have_reread(self.seal.artifact, opening.dial).state
-            if word == "ok" or not (word or damaged):
+            if word == "ok":
                 self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
+            elif not (word or damaged):
+                self.reasons.append(f"worker {worker}: chunks came damaged, and it did not reread its copy")
             else:
                 reason = f"the copy at worker {worker} is bad: chunks do not match their digests"
                 self.bad.append(_bad_copy(self.seal.artifact, worker, reason))

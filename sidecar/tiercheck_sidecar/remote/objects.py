@@ -50,8 +50,6 @@ class Stored:
 
 _PIECE = 1024 * 1024
 
-_VERBS = {"check", "upload", "write", "create", "read", "read_into", "list", "delete", "forget_unfinished"}
-
 
 def _declared(verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
@@ -84,8 +82,9 @@ class Objects(ABC):
 
     def __init_subclass__(cls) -> None:
         """Wraps the operations of every store, so that all other exceptions become RemoteError."""
-        for verb in _VERBS & vars(cls).keys():
-            setattr(cls, verb, _declared(getattr(cls, verb)))
+        for name in vars(Objects).keys() & vars(cls).keys():
+            if not name.startswith("_") and name != "close" and callable(verb := vars(cls)[name]):
+                setattr(cls, name, _declared(verb))
 
     location: str
     """The name of the store in messages, e.g. `s3://bucket/prefix`."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -383,3 +384,19 @@ def test_what_no_place_declares_is_an_error_of_the_remote_tier_without_its_own_w
             call()
         assert "token" not in str(caught.value)
     assert "token" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["check", "list", "remains_of_deleted"])
+def test_every_operation_of_a_store_fails_with_an_error_that_names_the_store(name: str) -> None:
+    class Broken(Objects):
+        location = "s3://bucket"
+
+        def fail(self, *_: object) -> Any:
+            raise KeyError("secret")
+
+        check = upload = write = create = read = read_into = list = delete = forget_unfinished = fail
+        remains_of_deleted = fail
+
+    with pytest.raises(RemoteError, match="s3://bucket failed unexpectedly") as caught:
+        getattr(Broken(), name)()
+    assert "secret" not in str(caught.value)
