@@ -67,7 +67,11 @@ class TrainingIdentity:
             for key, value in _first_of(group).items()
         }
         for name, each in state.items():
-            if type(size := getattr(each, "batch_size", None)) is int:
+            try:
+                size = getattr(each, "batch_size", None)
+            except Exception:  # of its own __getattr__, which may raise KeyError
+                continue
+            if type(size) is int:
                 given[f"state[{name!r}]: batch_size"] = size
         return TrainingIdentity(zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
 

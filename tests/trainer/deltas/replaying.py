@@ -241,7 +241,8 @@ def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0, **options
     assert checkpointer.restore() == STEP
     same_bits(again.tensors(), tensors)
     assert again.hyper() == hyper
-    assert all(p.grad is None for p in again.model.parameters())
+    # Where a script zeroes them in place, they are zeros: nothing of what was replayed.
+    assert all(p.grad is None or not p.grad.count_nonzero() for p in again.model.parameters())
     assert train(again, checkpointer, AFTER) == expected
     same_bits(again.tensors(), whole.tensors())
     checkpointer.close()

@@ -21,7 +21,7 @@ from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.process import StepSuspected
 from tiercheck.trainer.proof.fingerprints import CAPACITY, Journal, StepRecord
-from tiercheck.trainer.proof.resume import first_difference
+from tiercheck.trainer.proof.resume import OTHER_HISTORY, first_difference
 from tiercheck.trainer.proof.state_hash import fingerprints, state_of_turn, turns
 from tiercheck.trainer.proof.state_hash import first_difference as first_unlike
 from tiercheck.trainer.save.saver import Saver
@@ -181,7 +181,14 @@ def test_journal_of_another_history_is_not_compared(tmp_path: Path, verdicts: Ve
     other.train(KILLED)
     shutil.copy(killed(other, tmp_path / "b") / "journal-0", left / "journal-0")
     second_life(left).train(3)
-    assert verdicts == [(EVERY, Exact.NOT_COMPARABLE, 0, "the journal is that of another history")]
+    assert verdicts == [
+        (
+            EVERY,
+            Exact.NOT_COMPARABLE,
+            0,
+            OTHER_HISTORY,
+        )
+    ]
 
 
 def test_journal_that_cannot_be_kept_costs_the_proof_and_nothing_else(

@@ -7,10 +7,12 @@ DistributedDataParallel), or may be, they are copied at once.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -94,12 +96,19 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _own(value: Any) -> Any:
-    """Returns a copy of a tensor, list, tuple or dict, which may be written in place; others unchanged."""
+    """Returns a copy of what may be written in place: tensor, list, tuple, dict, array; others unchanged."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):
         return type(value)([_own(each) for each in value])
-    return {key: _own(each) for key, each in value.items()} if type(value) is dict else value
+    if type(value) is dict:
+        return {key: _own(each) for key, each in value.items()}
+    return value.copy() if type(value) is _array_type() else value
+
+
+def _array_type() -> Any:
+    """Returns numpy's class of arrays; None if the script has not imported it."""
+    return getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
 class Recorder:
@@ -286,18 +295,30 @@ def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any
 
 
 def _put_back(present: Any, value: Any) -> Any:
-    """Returns `value`, copied into `present` if possible."""
+    """Returns `value`, copied into `present` if possible, as the script may write to that in place."""
     if isinstance(value, Tensor):
         return present.copy_(value) if _fits(present, value) else value
-    if type(value) in (list, tuple) and type(present) is type(value) and len(present) == len(value):
-        return type(value)(map(_put_back, present, value))
-    if type(value) is dict and type(present) is dict:
-        return {key: _put_back(present.get(key), each) for key, each in value.items()}
+    if type(value) is not type(present):
+        return value
+    if type(value) in (list, tuple):
+        members = [_put_back(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
+        if type(value) is tuple:
+            return tuple(members)
+        present[:] = members
+        return present
+    if type(value) is dict:
+        members_by_key = {key: _put_back(present.get(key), each) for key, each in value.items()}
+        present.clear()
+        present.update(members_by_key)
+        return present
+    if type(value) is _array_type() and _fits(present, value) and present.flags.writeable:
+        present[...] = value
+        return present
     return value
 
 
-def _fits(present: Any, value: Tensor) -> bool:
-    return isinstance(present, Tensor) and (present.shape, present.dtype) == (value.shape, value.dtype)
+def _fits(present: Any, value: Any) -> bool:
+    return isinstance(present, type(value)) and (present.shape, present.dtype) == (value.shape, value.dtype)
 
 
 class UpdateHooks:

@@ -33,6 +33,12 @@ FIELDS = (
 _GENERATORS, _OTHERS, _POSITION, _HYPER, _LOSS, _UPDATE = range(1, len(FIELDS))
 
 
+OTHER_HISTORY = (
+    "what was restored is not what the journal has of that step: it is of another history, or the model has "
+    "other tensors"
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of comparing a resume."""
@@ -178,7 +184,7 @@ class Resume:
             self._fingerprints.fetch_update(now)
             (now,) = self._fingerprints.arrived(wait=True)
         if then is not None and None not in (then.update, now.update) and then.update != now.update:
-            return "the journal is that of another history"
+            return OTHER_HISTORY
         self._before = {record.step: record for record in journal.after(step)}
         if self._before:
             return ""

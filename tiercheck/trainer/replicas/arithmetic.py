@@ -209,17 +209,25 @@ class Arithmetic:
         self._hook_states: dict[int, Any] = {}
         self._watch: Any = None
         self._kept = ""
+        self._clears = False
+        """True if the script is known to set gradients to None before each step, as `zero_grad` does."""
 
     def facts(self) -> dict[str, Any]:
         """Returns the settings to save in a version."""
         layouts = {path: layout.known for path, layout in self._layouts.items()}
-        return {"buckets": layouts, "computed": self._computed()}
+        # Where they are zeroed in place, the optimizer also updates parameters that a step does not use.
+        zeroed = [] if self._clears else [name for name, each in self._named if each.grad is not None]
+        return {"buckets": layouts, "computed": self._computed(), "gradients": zeroed}
 
     def put_back(self, facts: Mapping[str, Any]) -> None:
         """Restores saved settings. A collective call before the first backward pass."""
         for path, layout in self._layouts.items():
             layout.put_back(facts["buckets"].get(path, ""))
         self._saved = facts["computed"]
+        zeroed = {*facts.get("gradients", ())}
+        for name, parameter in self._named:
+            if name in zeroed and parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     def end_step(self) -> None:
         """Reads the settings after a step, and warns once of each one that a resume would not reproduce."""
@@ -244,6 +252,10 @@ class Arithmetic:
             if not self._failed:
                 log.warning("Arithmetic: a resume may round otherwise: %r", error)
             self._failed = True
+
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self._model.named_parameters())
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -300,7 +312,10 @@ class Arithmetic:
                 before = [parameter]
 
                 def look(_: Tensor, name: str = name, before: list[nn.Parameter] = before) -> None:
-                    kept = before.pop().grad if before else None
+                    if not before:
+                        return
+                    kept = before.pop().grad
+                    self._clears = kept is None
                     if kept is None or (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
                         return
                     with contextlib.suppress(NotCapturable, RuntimeError):  # of a type that cannot be counted

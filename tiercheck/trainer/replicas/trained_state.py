@@ -12,7 +12,7 @@ from tiercheck.trainer.backends.backend import log, rank_and_world
 from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.replicas import Partitions, Shares
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
+from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_unfit_modules, unwrap
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.optimizer_state import refuse_inner
@@ -42,7 +42,7 @@ class TrainedState:
         """The model as given by the script, with wrappers."""
         wrapped = Wrapped.look(model)
         self.model = wrapped.model
-        refuse_fsdp1(self.model)
+        refuse_unfit_modules(self.model)
         listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         unwrapped = [unwrap(each) for each in listed]
         self.partitions = Partitions([inner for inner, _ in unwrapped])

@@ -118,14 +118,18 @@ def _accept_again(optimizer: Optimizer, first: int) -> None:
 
 
 def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Moves parameters back to the groups they were saved in: their order is the same, the rates differ."""
-    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
-    if counts == here or len(counts) != len(here):
+    """Moves parameters back to the groups and places they were saved in, if they are the same ones.
+
+    Scripts move them to groups of other rates, and list them from sets, in another order in each process."""
+    counts, names = saved.get("counts", []), list(saved["states"])
+    here = dict(named_parameters_of(optimizer, model))
+    if len(counts) != len(optimizer.param_groups) or here.keys() != saved["states"].keys():
         return
-    if [name for name, _ in named_parameters_of(optimizer, model)] == list(saved["states"]):
-        parameters = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+    # Numbered ones are the same only in the same places.
+    if list(here) == names or not any(name.startswith("#") for name in names):
+        parameters = iter([here[name] for name in names])
         for group, count in zip(optimizer.param_groups, counts, strict=True):
-            group["params"] = list(islice(parameters, count))
+            group["params"][:] = islice(parameters, count)
 
 
 def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:

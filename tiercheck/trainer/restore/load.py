@@ -78,17 +78,19 @@ def load_all(
         )
     for outer, saved in zip(shares.outer, facts["optimizers"], strict=True):
         add_groups(outer, model, saved)
-    targets = _model_targets(model, shares, tensors, pieces)
+    strides = facts.get("strides", {})  # what was imported has none
+    targets = _model_targets(model, shares, tensors, pieces, strides)
     for module, prefix, _ in modules_beside(beside or {}, dict(facts)):
-        targets |= _model_targets(module, shares, tensors, pieces, prefix)
+        targets |= _model_targets(module, shares, tensors, pieces, strides, prefix=prefix)
     held = held_by(local for _, local in targets.values())
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
+        group_as_saved(optimizer, model, saved)
         _check_optimizer(index, optimizer, model, saved, tensors)
         for name, parameter in named_parameters_of(optimizer, model):
             refuse_lost(own_entries(f"optimizer{index}/{name}/", name, parameter), held, tensors)
     wanted = [(name, value, local) for name, (value, local) in targets.items()]
     for buffer, local in targets.values():
-        if local.shape != local_shard(buffer).shape:
+        if (shard := local_shard(buffer)).shape != local.shape or shard.stride() != local.stride():
             buffer.set_(local)  # type: ignore[call-overload]
     present = _Present(optimizers, held)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
@@ -142,9 +144,13 @@ def _model_targets(
     shares: Shares,
     tensors: Mapping[str, Tensor],
     pieces: Mapping[str, Piece],
+    strides: Mapping[str, Sequence[int]],
+    *,
     prefix: str = "model/",
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns each tensor of the model and its local shard; new memory if a buffer's shape differs."""
+    """Returns each tensor of the model and its local shard; new memory if a buffer lay otherwise.
+
+    `strides`: those of buffers that were not contiguous, by name."""
     listed: list[Entry] = []
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
@@ -165,10 +171,13 @@ def _model_targets(
         if (
             buffer is not None
             and type(buffer) in PLAIN
-            and shape != tuple(local.shape)
+            and (shape != tuple(local.shape) or _lies_otherwise(local, strides.get(name)))
             and stored.dtype == value.dtype
         ):
-            targets[name] = buffer, torch.empty(shape, dtype=local.dtype, device=local.device)
+            room = torch.empty(shape, dtype=local.dtype, device=local.device)
+            if name in strides:
+                room = torch.empty_strided(shape, strides[name], dtype=local.dtype, device=local.device)
+            targets[name] = buffer, room
             continue
         if shape != tuple(local.shape) or stored.dtype != local.dtype:
             raise DifferentState(
@@ -184,6 +193,13 @@ def _model_targets(
     return targets
 
 
+def _lies_otherwise(tensor: Tensor, stride: Sequence[int] | None) -> bool:
+    """Returns whether a tensor has another order in memory; no `stride`: than a contiguous one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_contiguous() if stride is None else tensor.stride() != tuple(stride)
+
+
 def _check_optimizer(
     index: int,
     optimizer: Optimizer,
@@ -197,7 +213,11 @@ def _check_optimizer(
         )
     names = [name for name, _ in named_parameters_of(optimizer, model)]
     if names != list(saved["states"]) or len(optimizer.param_groups) != len(saved["groups"]):
-        raise DifferentState(f"optimizer {index} has other parameters or groups than in the checkpoint")
+        other = sorted({*names} ^ {*saved["states"]})
+        named = f" ({', '.join(other[:3])})" if other else ""
+        raise DifferentState(
+            f"optimizer {index} has other parameters or groups than in the checkpoint{named}"
+        )
     for name, state in saved["states"].items():
         for key, described in state.items():
             for stored in optimizer_state.stored_names(described, f"optimizer{index}/{name}/{key}"):
@@ -218,7 +238,6 @@ def _load_optimizer(
     present: _Present,
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Rebuilds an optimizer's state, empty. Returns name, tensor and local shard of what is to be filled."""
-    group_as_saved(optimizer, model, saved)
     set_hyper_parameters(optimizer, saved["groups"])
     optimizer_state.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()
@@ -246,6 +265,9 @@ def _load_optimizer(
         }
         if state:
             optimizer.state[parameter] = state
+    parameters = [parameter for _, parameter in named_parameters_of(optimizer, model)]
+    for number in saved.get("order", ()):  # the last one is then last
+        optimizer.state[parameters[number]] = optimizer.state.pop(parameters[number])
     optimizer_state.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()), model)
     make = partial(rebuilt, parameter=optimizer_state.NO_PARAMETER)
     optimizer_state.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)

@@ -14,6 +14,7 @@ from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.replicas.replicas import Shares, exchange
 from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.optimizer_state import put_attributes
 from tiercheck.trainer.state.replayable import SCALING, plain_step
 from tiercheck.trainer.tensors.buffers import Buffers
 from tiercheck.trainer.tensors.tensor_parts import local_shard
@@ -56,8 +57,10 @@ class Replay:
                 self._buffers.put_back(name, value)
             for name in facts.get("cleared", ()):
                 self._buffers.clear(name)
-            for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
+            beside = zip(self._optimizers, facts["groups"], facts["attributes"], strict=True)
+            for optimizer, groups, attributes in beside:
                 set_hyper_parameters(optimizer, groups)
+                put_attributes(optimizer, attributes)
         except Exception as error:  # the optimizer's own code runs here, on what may not fit it
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         finally:

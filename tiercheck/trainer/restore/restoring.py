@@ -41,7 +41,7 @@ from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_l
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import LocalState, SavedRanks, load_resharded
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.capture import loose_parameters, named_parameters_of
 from tiercheck.trainer.state.frozen import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
@@ -184,7 +184,8 @@ class Restoring:
         trained.arithmetic.put_back(loaded.facts)
         trained.partitions.loaded()
         run_load_hooks(trained, loaded.facts)
-        put_back_modes(trained.model, loaded.facts)
+        loose = list(loose_parameters(trained.optimizers, trained.model))
+        put_back_modes(trained.model, loaded.facts, loose)
         for name, module in trained.beside.items():
             put_back_modes(module, loaded.facts.get("beside_modes", {}).get(name, {}))
         return loaded
@@ -286,6 +287,8 @@ class Restoring:
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Returns whether the slot's optimizers had these parameters: under ZeRO each rank has its own."""
         optimizers = self._trained.optimizers
+        if self._trained.world_size == 1:
+            return True
         try:
             saved = opened.content["facts"]["optimizers"]
         except (KeyError, NotCapturable):

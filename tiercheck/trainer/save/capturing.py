@@ -37,8 +37,8 @@ class Capturing:
         )
         self._lost = ""
         """The reason why no version holds all of the state, from `refused` or `UnregisteredOptimizers`."""
-        self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
-        """The names, shapes and dtypes of the model's tensors when `restore` was called."""
+        self._began_with: dict[str, _Shape] = {}
+        """The model's tensors when `restore` was called."""
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
@@ -157,11 +157,16 @@ class Capturing:
         self._compared = inventory.alike
         if not self._began_with:
             return
-        other = [name for name, *_ in self._began_with ^ _list_shapes(inventory.entries)]
-        for index, (began, now) in enumerate(
+        now, began_with = _list_shapes(inventory.entries), self._began_with
+        other = [name for name in began_with if now.get(name) != began_with[name]]
+        # A restore brings buffers back that were added.
+        other += (name for name, shape in now.items() if name not in began_with and len(shape) > 1)
+        for index, (began, trained) in enumerate(
             zip(self._began_training, _list_trained(inventory), strict=True)
         ):
-            if now[: len(began)] != began:  # a restore brings added ones back
+            # A restore brings added ones back, and those that only changed places.
+            numbered = any(name.startswith("#") for name in began)
+            if trained[: len(began)] != began if numbered else not {*began} <= {*trained}:
                 other.append(f"what optimizer {index} trains")
         if other:
             self._saver.warn(
@@ -194,10 +199,23 @@ def _list_trained(inventory: Inventory) -> list[list[str]]:
     return [[saved["class"], *saved["states"]] for saved in inventory.facts["optimizers"]]
 
 
-def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:
-    """Returns the properties that must be equal when the model is restored."""
+_Shape = tuple[Any, ...]
+"""The properties of a tensor that must be equal when the model is restored: of a buffer only the dtype.
+
+Of a parameter also shape and order in memory, which decides the order of sums."""
+
+
+def _list_shapes(entries: Iterable[Entry]) -> dict[str, _Shape]:
+    """Returns the properties of the model's tensors, by their names in a slot."""
     return {
-        (entry.name, entry.tensor.shape, entry.tensor.dtype)
-        for entry in entries
-        if entry.name.startswith("model/") and entry.lazy  # buffers are restored as saved
+        name: (tensor.dtype, tensor.shape, _order(tensor)) if lazy else (tensor.dtype,)
+        for name, tensor, lazy, *_ in entries
+        if name.startswith("model/")
     }
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides that matter; empty if the tensor is not strided."""
+    if tensor.layout is not torch.strided:
+        return ()
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -26,8 +26,9 @@ from tiercheck.trainer.save.delta import ASKED_AGAIN, Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.aliasing import is_final
-from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.capture import loose_parameters, named_parameters_of
 from tiercheck.trainer.state.frozen import Modes
+from tiercheck.trainer.state.optimizer_state import attributes_of_script
 from tiercheck.trainer.state.replayable import is_known, why_not_replayable
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.buffers import Buffers
@@ -248,6 +249,7 @@ class Deltas:
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
+            "attributes": [attributes_of_script(optimizer) for optimizer in self._optimizers],
             "extra": self._extra(),
             "cleared": self._buffers.cleared(),
             **modes,
@@ -319,7 +321,7 @@ class Deltas:
         self._tree = Tree(self._model)
         self._identities = trained_parameters(self._optimizers)
         self._buffers = Buffers(self._model)
-        self._modes = Modes(self._model)
+        self._modes = Modes(self._model, loose_parameters(self._optimizers, self._model))
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self._sizes = [len(named) for named in self._named]

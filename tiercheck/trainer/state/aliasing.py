@@ -26,12 +26,20 @@ from tiercheck.trainer.state.frozen import is_omitted
 from tiercheck.trainer.tensors.tensor_parts import Entry, NotCapturable, held_by, memory, named, parts
 
 
-def refuse_fsdp1(model: nn.Module) -> None:
-    """Raises NotCapturable if FullyShardedDataParallel wraps a part: its state_dict is never its memory."""
+def refuse_unfit_modules(model: nn.Module) -> None:
+    """Raises NotCapturable if FullyShardedDataParallel wraps a part, or a part is compiled to TorchScript.
+
+    The state_dict of the former is never its memory; the latter has no Python modules to look into."""
     for name, module in model.named_modules():
+        where = f" ({name})" if name else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotCapturable(
+                f"a part of the model{where} is a TorchScript module, whose state cannot be followed; give "
+                "the Checkpointer the module that torch.jit.script or torch.jit.trace was given, which has "
+                "the same tensors"
+            )
         # By name: importing its module takes time, and without torch.distributed it does not exist.
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            where = f" ({name})" if name else ""
             raise NotCapturable(
                 f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives "
                 "copies that nothing could "

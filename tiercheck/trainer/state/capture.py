@@ -10,10 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -73,11 +73,16 @@ def take_inventory(
         "parameters": names_of(model),
         "cleared": list(cleared),
         "beside_modes": {name: modes_of(module) for name, module in beside.items()},
-        **modes_of(model, evaluating),
+        **modes_of(model, evaluating, loose_parameters(optimizers, model)),
     }
     for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
+    facts["strides"] = {
+        entry.name: list(entry.tensor.stride())
+        for entry in entries
+        if not entry.lazy and entry.tensor.layout is strided and not entry.tensor.is_contiguous()
+    }
     entries += (Entry(f"{NON_PERSISTENT_PREFIX}{name}", buffer, lazy=False) for name, buffer in passing)
     held = held_by(entry.tensor for entry in entries)
     for index, (optimizer, whole) in enumerate(zip(optimizers, outer or optimizers, strict=True)):
@@ -104,6 +109,7 @@ def take_inventory(
                 "groups": groups,
                 "states": states,
                 "counts": counts,
+                "order": _order_of_states(optimizer),
                 "whole": [] if whole is optimizer else names_by_group(whole, model),
                 "attributes": optimizer_state.attributes_of(optimizer),
                 "ties": optimizer_state.ties_of(optimizer, named_parameters_of(optimizer, model), model),
@@ -166,6 +172,24 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
         for parameter in group["params"]:
             yield names.get(id(parameter), f"#{index}"), parameter
             index += 1
+
+
+def loose_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters that only an optimizer has, as `optimizer<i>/#<number>`."""
+    for index, optimizer in enumerate(optimizers):
+        for name, parameter in named_parameters_of(optimizer, model):
+            if name.startswith("#"):
+                yield f"optimizer{index}/{name}", parameter
+
+
+def _order_of_states(optimizer: Optimizer) -> list[int]:
+    """Returns the numbers of the parameters in the order of `optimizer.state`; empty if it is their own.
+
+    That is the order of their first gradients, in which a script may sum over the state."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    numbers = {id(each): at for at, each in enumerate(parameters)}
+    order = [numbers[id(key)] for key in optimizer.state if id(key) in numbers]
+    return [] if order == sorted(order) else order
 
 
 def names_by_group(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:

@@ -28,9 +28,10 @@ _trained, _training = attrgetter("requires_grad"), attrgetter("training")
 class Modes:
     """Caches the modes of one model. Its parameters and modules are listed once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._parameters = [parameter for _, parameter in model.named_parameters()]
+    def __init__(self, model: nn.Module, loose: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """`loose`: the named parameters that only optimizers have."""
+        self._model, self._loose = model, list(loose)
+        self._parameters = [each for _, each in (*model.named_parameters(), *self._loose)]
         self._modules = [module for _, module in model.named_modules()]
         self._seen: tuple[list[bool], list[bool]] = [], []
         self._facts: dict[str, Any] = {}
@@ -39,37 +40,43 @@ class Modes:
         """Returns what `modes_of` does, and the same lists as long as nothing changes."""
         seen = list(map(_trained, self._parameters)), [evaluating, *map(_training, self._modules)]
         if not self._facts or seen != self._seen:
-            self._facts, self._seen = modes_of(self._model, evaluating), seen
+            self._facts, self._seen = modes_of(self._model, evaluating, self._loose), seen
         return self._facts
 
 
-def modes_of(model: nn.Module, evaluating: bool = False) -> dict[str, Any]:
-    """Returns the names of frozen parameters and of evaluating modules.
+def modes_of(
+    model: nn.Module, evaluating: bool = False, loose: Iterable[tuple[str, Tensor]] = ()
+) -> dict[str, Any]:
+    """Returns the names of frozen parameters, the `loose` ones too, and of evaluating modules.
 
     The latter are None if the model evaluates as a whole, as it may at the end of a step. But if it did so
     when the step was made (`evaluating`), the script trains it that way, and they are listed.
     """
     return {
-        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        "frozen": [name for name, each in (*model.named_parameters(), *loose) if not each.requires_grad],
         "evaluating": [name for name, module in model.named_modules() if not module.training]
         if model.training or evaluating
         else None,
     }
 
 
-def put_back_modes(model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Restores what `modes_of` returned, as far as the facts hold it: older versions do not."""
+def put_back_modes(
+    model: nn.Module, facts: Mapping[str, Any], loose: Iterable[tuple[str, Tensor]] = ()
+) -> None:
+    """Restores what `modes_of` returned, as far as the facts hold it."""
     if (frozen := facts.get("frozen")) is not None:
-        freeze_as_saved(model, {*frozen}.__contains__)
+        freeze_as_saved(model, {*frozen}.__contains__, loose)
     evaluate_as_saved(model, facts)
 
 
-def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) -> None:
+def freeze_as_saved(
+    model: nn.Module, was_frozen: Callable[[str], bool | None], loose: Iterable[tuple[str, Tensor]] = ()
+) -> None:
     """Freezes or thaws parameters as when saved; else they would be trained wrongly, or not at all.
 
     `was_frozen`: None where that is not known, as for what was imported.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *loose):
         frozen = was_frozen(name)
         if parameter.requires_grad is frozen:
             parameter.requires_grad_(not frozen)

@@ -190,6 +190,7 @@ class Inventories:
             list(map(id, held)),
             list(map(Tensor.data_ptr, map(_shard, found))),
             read_each(_look, found),
+            list(map(Tensor.stride, map(_shard, found))),
             read_each(_trained, found),
             [self.evaluating, *map(_training, modules)],
             [name for name, _ in passing],
@@ -207,6 +208,7 @@ class Inventories:
             if not all(isinstance(value, Tensor) for value in kept) or len({*map(id, kept)}) < len(kept):
                 raise _NotRemembered
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
+            marks.append(read_each(_trained, trained))
             marks.append([len(group["params"]) for group in optimizer.param_groups])
             marks.append(read_each(_where, kept))
             if odd_attributes(optimizer):  # any of them may hold a tensor by now

@@ -346,14 +346,21 @@ def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties, m
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns plain values that a class outside torch keeps beside its state, such as a step count."""
-    if _is_torchs(optimizer):
-        return {}  # torch's classes make anew what they keep beside it
+    """Returns plain values that an optimizer keeps beside its state, such as a step count."""
+    # Torch's classes make anew what they keep so, under such names; others are of the script.
+    torchs = _is_torchs(optimizer)
     return {
         name: value
         for name, value in own_attributes(optimizer)
-        if _is_plain_value(value) and not _by_parameter(optimizer, value)
+        if not (torchs and name.startswith("_"))
+        and _is_plain_value(value)
+        and not _by_parameter(optimizer, value)
     }
+
+
+def attributes_of_script(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the plain values that a script keeps on an optimizer of torch's, which no step of it sets."""
+    return attributes_of(optimizer) if _is_torchs(optimizer) else {}
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import io
+import logging
 import operator
 import re
 import sys
@@ -35,6 +37,8 @@ import torch
 
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
 
+log = logging.getLogger("tiercheck")
+
 MARK = "tiercheck.value"
 """The key of the kind of a record; its members, if it has any, are under `of`."""
 UNCHANGEABLE = frozenset(
@@ -45,6 +49,22 @@ Apart = tuple[dict[str, Any], Sequence[Any]]
 """A record, and the members that it still lacks."""
 _seen: set[type] = set()
 """The types that have been read back once, and contain nothing."""
+
+
+def _in_order(new: Any, of: Sequence[Any]) -> Any:
+    """Returns `new`, a set of the members `of`, and warns if it has another order than they."""
+    if list(new) != list(of):
+        _warn_of_order()
+    return new
+
+
+@functools.cache
+def _warn_of_order() -> None:
+    log.warning(
+        "Order: a set in `state` comes back in another order than it had: a script that pops from it, or "
+        "iterates over it, goes on differently. Keep a list there, or the keys of a dict"
+    )
+
 
 _CONSTANTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[..., Any]]] = {
     timedelta: (lambda v: (v.days, v.seconds, v.microseconds), timedelta),
@@ -60,7 +80,7 @@ _CONSTANTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[..., Any]]
     ),
     range: (lambda v: (v.start, v.stop, v.step), range),
     slice: (lambda v: (v.start, v.stop, v.step), slice),
-    frozenset: (tuple, lambda *of: frozenset(of)),
+    frozenset: (tuple, lambda *of: _in_order(frozenset(of), of)),
     bytearray: (lambda v: (bytes(v),), bytearray),
     array: (lambda v: (v.typecode, v.tobytes()), array),
     Decimal: (lambda v: (str(v),), Decimal),
@@ -71,7 +91,7 @@ _CONSTANTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[..., Any]]
 }
 """The functions that take each type apart, and that make it from all its members at once."""
 _FILLED: dict[type, Callable[[Any, list[Any]], object]] = {
-    set: lambda new, of: new.update(of),
+    set: lambda new, of: (new.update(of), _in_order(new, of)),
     deque: lambda new, of: new.extend(of),
     SimpleNamespace: lambda new, of: vars(new).update(_paired(of)),
     **dict.fromkeys((dict, OrderedDict, Counter, defaultdict), lambda new, of: new.update(_paired(of))),
@@ -351,9 +371,8 @@ def find_class(path: str, name: str = "it") -> Any:
     found = _found(path)
     if not isinstance(found, type):
         module = path.partition(":")[0]
-        raise NotCapturable(
-            f"{name} is a {path.replace(':', '.')}, which is not here: import {module} before `restore`"
-        )
+        remedy = "define it before the script calls" if module == "__main__" else f"import {module} before"
+        raise NotCapturable(f"{name} is a {path.replace(':', '.')}, which is not here: {remedy} `restore`")
     return found
 
 

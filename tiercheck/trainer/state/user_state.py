@@ -206,19 +206,29 @@ def generator_state(holder: Any) -> Any:
     if isinstance(holder, torch.Generator):
         return holder.get_state()
     if (bits := _bit_generator(holder)) is not None:
-        return _without_arrays(bits.state)
+        # A RandomState keeps every second normal number beside its bit generator.
+        whole = holder.get_state(legacy=False) if _is_legacy(holder) else bits.state
+        return _without_arrays({"state": whole, "seeds": getattr(_seeds(bits), "state", None)})
     return holder.getstate() if isinstance(holder, random.Random) else None
 
 
 def set_generator(holder: Any, drawn: Any) -> bool:
-    """Restores what `generator_state` returned. Returns False if `holder` is no generator."""
+    """Restores what `generator_state` returned. Returns False if `holder` is no generator.
+
+    Raises NotCapturable if this version of numpy cannot set what generators are spawned from."""
     if isinstance(holder, torch.Generator):
         holder.set_state(drawn)
     elif isinstance(holder, random.Random):
         version, words, gauss = drawn
         holder.setstate((version, tuple(words), gauss))
     elif (bits := _bit_generator(holder)) is not None:
-        bits.state = _with_arrays(drawn)
+        saved = _with_arrays(drawn)
+        if (seeds := saved["seeds"]) and getattr(_seeds(bits), "state", None) != seeds:
+            _set_seeds(bits, seeds)
+        if _is_legacy(holder):
+            holder.set_state(saved["state"])
+        else:
+            bits.state = saved["state"]
     else:
         return False
     return True
@@ -234,6 +244,26 @@ def _bit_generator(holder: Any) -> Any:
     if isinstance(holder, numpy.random.RandomState):
         return holder._bit_generator
     return holder if isinstance(holder, numpy.random.BitGenerator) else None
+
+
+def _is_legacy(holder: Any) -> bool:
+    return isinstance(holder, sys.modules["numpy"].random.RandomState)
+
+
+def _seeds(bits: Any) -> Any:
+    """Returns the SeedSequence that spawned generators are seeded from; None: there is none."""
+    return getattr(bits, "seed_seq", None) or getattr(bits, "_seed_seq", None)  # the latter: numpy < 1.25
+
+
+def _set_seeds(bits: Any, saved: Mapping[str, Any]) -> None:
+    """Sets what generators are spawned from: as unpickling does, because no other way leads there."""
+    try:
+        bits.__setstate__((bits.state, sys.modules["numpy"].random.SeedSequence(**saved)))
+    except (TypeError, ValueError) as error:  # numpy < 1.26
+        raise NotCapturable(
+            "a numpy generator has spawned others, which this version of numpy cannot put back: use numpy "
+            "1.26 or newer"
+        ) from error
 
 
 def _without_arrays(state: Any) -> Any:
@@ -266,14 +296,12 @@ def random_state() -> dict[str, Any]:
             state["cuda_all"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        state["numpy"] = [
-            kind,
-            torch.frombuffer(bytearray(keys.tobytes()), dtype=torch.int32),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ]
+        drawn = numpy.random.get_state(legacy=False)
+        if (words := drawn["state"].pop("key", None)) is None:  # the script has set another bit generator
+            state["numpy"] = _without_arrays(drawn)
+        else:
+            state["numpy"] = drawn
+            drawn["state"]["key"] = torch.frombuffer(bytearray(words.tobytes()), dtype=torch.int32)
     return state
 
 
@@ -292,10 +320,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])  # last: the rank's own device may have another number now
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state(
-            (kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest)
-        )
+        drawn = _with_arrays(state["numpy"])
+        if isinstance(words := drawn["state"].get("key"), torch.Tensor):
+            drawn["state"]["key"] = words.numpy().view(numpy.uint32)
+        try:
+            numpy.random.set_state(drawn)
+        except ValueError as error:
+            raise KeyError(
+                f"numpy drew from {drawn['bit_generator']}: set the same bit generator before `restore`"
+            ) from error
 
 
 _NO_STATE = {"_computed", "_forward_cache", "_cache", "training"}

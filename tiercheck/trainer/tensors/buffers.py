@@ -144,7 +144,7 @@ class Buffers(_TrackedBuffers):
 
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor) -> None:
-        """Writes a buffer. Raises NotCapturable if the model has none of that name and shape."""
+        """Writes a buffer. Raises NotCapturable if the model has none of that name, shape and dtype."""
         if self._passing.put_back(name, value):
             return
         owner, key = self._place_of(name)
@@ -153,6 +153,8 @@ class Buffers(_TrackedBuffers):
             owner[key] = self._made(value)
         elif buffer is None:
             raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
+        elif buffer.dtype != value.dtype:
+            raise NotCapturable(f"the buffer {name} was {value.dtype}, and is {buffer.dtype} in the model")
         else:
             shard = local_shard(buffer)
             write(shard if shard.shape == value.shape else take_shape(buffer, value.shape), value)

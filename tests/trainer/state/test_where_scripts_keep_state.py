@@ -1,0 +1,400 @@
+"""What a script keeps in generators, lists and buffers comes back, or its log says what does not.
+
+Each script is left and resumed twice: from a snapshot and the deltas after it, and from a snapshot alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import (
+    BASE,
+    EQUAL,
+    STEP,
+    WIDTH,
+    Script,
+    adam,
+    loop,
+    outcome,
+    started,
+    survives_from_a_snapshot,
+    train,
+)
+from tiercheck import NotCapturable, RestoreError
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state.user_state import generator_state, set_generator
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def drawing(numbers: Any, draw: Callable[[Any], Any]) -> Callable[[], Script]:
+    """The rate of each step is drawn from a generator of numpy's."""
+
+    def build() -> Script:
+        model, own = net(), numbers(torch.initial_seed() % 1000)
+        optimizer = adam(model.parameters())
+
+        def after(step: int) -> None:
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + abs(float(draw(own))))
+
+        return loop(model, optimizer, after=after, own=own)
+
+    return build
+
+
+def experts_zeroed_in_place() -> Script:
+    """An expert that a step does not use is moved all the same, by its momentum and a gradient of zeros."""
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    optimizer, count = AdamW(model.parameters(), lr=1e-2), {"step": 0}
+
+    def update() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        count["step"] += 1
+        used = count["step"] % 2 if count["step"] < 4 else 2 if count["step"] < 8 else 1
+        loss: Tensor = (model[used](torch.randn(4, WIDTH)) + model[0].bias).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update, {"count": count})
+
+
+def count_on_the_optimizer() -> Script:
+    model = net()
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    optimizer.updates = 0
+
+    def after(step: int) -> None:
+        optimizer.updates += 1
+        optimizer.param_groups[0]["lr"] = 1e-2 / optimizer.updates
+
+    return loop(model, optimizer, after=after)
+
+
+def code_frozen_on_the_way(at: int) -> Callable[[], Script]:
+    """Of no module, only of the optimizer."""
+
+    def build() -> Script:
+        model, code = net(), torch.randn(WIDTH, requires_grad=True)
+
+        def after(step: int) -> None:
+            code.requires_grad_(step < at)
+
+        def loss_of(model: Any) -> Tensor:
+            return (model(torch.randn(4, WIDTH)) * code).square().mean()  # type: ignore[no-any-return]
+
+        return loop(model, AdamW([*model.parameters(), code], lr=1e-2), after=after, loss_of=loss_of)
+
+    return build
+
+
+class Memory(nn.Module):
+    """Keeps the last output with its first two dimensions exchanged: sums over it depend on its order."""
+
+    mem: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(33, 33)
+        self.register_buffer("mem", torch.zeros(7, 5, 33))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.layer(x) + self.mem.transpose(0, 1) * 0.1)
+        loss = out.square().mean() + self.mem.exp().sum() * 1e-3
+        self.mem = out.detach().transpose(0, 1)
+        return loss
+
+
+def transposed_buffer() -> Script:
+    model = Memory()
+    return loop(model, adam(model.parameters()), loss_of=lambda model: model(torch.randn(5, 7, 33)))
+
+
+def sum_over_the_state() -> Script:
+    """Layers get their first gradients from the last one on, which is the order of the optimizer's state."""
+    model = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
+    optimizer, used = AdamW(model.parameters(), lr=1e-2), [3]
+
+    def before(step: int) -> None:
+        used[0] = (4 - step) % 4
+
+    def loss_of(model: Any) -> Tensor:
+        return model[used[0]](torch.randn(4, 33)).square().mean()  # type: ignore[no-any-return]
+
+    def after(step: int) -> None:
+        norm = sum((state["exp_avg"].norm() for state in optimizer.state.values()), torch.zeros(()))
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + float(norm) * 2**22 % 1)  # of its last bits
+
+    return loop(model, optimizer, before=before, after=after, loss_of=loss_of)
+
+
+def values_in_a_group() -> Script:
+    """The script keeps the list and the array that it gave, and changes them in place."""
+    model, betas, decay = net(), [0.9, 0.99], numpy.array(0.1)
+    optimizer = AdamW([{"params": list(model.parameters()), "betas": betas, "own": decay}], lr=1e-2)
+
+    def after(step: int) -> None:
+        betas[0] *= 0.97
+        decay[...] *= 0.9
+        optimizer.param_groups[0]["lr"] = 1e-2 * float(decay)
+
+    return loop(model, optimizer, after=after)
+
+
+def parameters_from_a_set() -> Script:
+    """In another order in each process."""
+    model = net()
+    listed = list(model.parameters())
+    random.shuffle(listed)
+    return loop(model, AdamW(listed, lr=1e-2))
+
+
+EQUAL_ONES: dict[str, Callable[[], Script]] = {
+    "odd number of normal numbers": drawing(numpy.random.RandomState, lambda own: own.randn(3)[0]),
+    "generators spawned": drawing(numpy.random.default_rng, lambda own: own.spawn(1)[0].random()),
+    "gradients zeroed in place": experts_zeroed_in_place,
+    "count on an optimizer of torch's": count_on_the_optimizer,
+    "parameter of the optimizer's, frozen before the snapshot": code_frozen_on_the_way(3),
+    "parameter of the optimizer's, frozen after the snapshot": code_frozen_on_the_way(6),
+    "buffer with its dimensions exchanged": transposed_buffer,
+    "order of the optimizer's state": sum_over_the_state,
+    "values of a group changed in place": values_in_a_group,
+    "parameters from a set": parameters_from_a_set,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL_ONES)
+def test_script_comes_back_equal_from_deltas(delta_sidecar: ScriptedSidecar, name: str) -> None:
+    assert outcome(delta_sidecar, EQUAL_ONES[name]) == EQUAL
+
+
+@pytest.mark.parametrize("name", EQUAL_ONES)
+def test_script_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
+    survives_from_a_snapshot(EQUAL_ONES[name], tmp_path)
+
+
+def test_generator_goes_back_to_what_it_had_spawned() -> None:
+    """In a process that stays, and with a seed of the operating system's."""
+    numbers = numpy.random.default_rng()
+    numbers.spawn(2)
+    drawn = generator_state(numbers)
+    expected = [each.random() for each in numbers.spawn(2)]
+    for again in (numbers, numpy.random.default_rng()):
+        set_generator(again, drawn)
+        assert [each.random() for each in again.spawn(2)] == expected
+
+
+@pytest.fixture
+def other_global_generator() -> Iterator[None]:
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    yield
+    numpy.random.set_bit_generator(before)
+
+
+def test_another_generator_behind_numpys_functions_comes_back(
+    tmp_path: Path, other_global_generator: None
+) -> None:
+    def build() -> Script:
+        model = net()
+        optimizer = adam(model.parameters())
+
+        def after(step: int) -> None:
+            optimizer.param_groups[0]["lr"] = 1e-2 * float(numpy.random.rand())
+
+        return loop(model, optimizer, after=after)
+
+    whole, checkpointer = started(build, folder=tmp_path, every=5)
+    with checkpointer:
+        checkpointer.restore()
+        losses = train(whole, checkpointer, 9, wait=True)
+    again, checkpointer = started(build, seed=77, folder=tmp_path, every=100)
+    with checkpointer:
+        assert checkpointer.restore() == 5
+        assert train(again, checkpointer, 4) == losses[5:]
+
+
+# What cannot come back is in the log while the training is healthy.
+
+
+def set_that_is_popped() -> Script:
+    model = net()
+    left = {random.randrange(10**9) for _ in range(300)}
+    optimizer = adam(model.parameters())
+
+    def after(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + left.pop() % 7)
+
+    return loop(model, optimizer, after=after, left={"left": left})
+
+
+class TwoBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("a", torch.zeros(WIDTH))
+        self.register_buffer("b", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.b + self.a  # type: ignore[operator]
+
+
+def changed_midway(model: Callable[[], nn.Module], change: Callable[[Any], object]) -> Callable[[], Script]:
+    def build() -> Script:
+        made = model()
+        optimizer = SGD(made.parameters(), lr=1e-2, momentum=0.9)
+        step = itertools.count(1)
+
+        def before(_: int) -> None:
+            if next(step) == 3:
+                change(made)
+
+        return loop(
+            made, optimizer, before=before, loss_of=lambda m: m(torch.randn(4, WIDTH)).square().mean()
+        )
+
+    return build
+
+
+def share_buffers(model: Any) -> None:
+    model.b = model.a
+
+
+class CastsLater(TwoBuffers):
+    """Its buffer takes the type of what is computed, from the sixth step on: after the snapshot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b = self.b + 1
+        if float(self.b[0]) == 7:
+            self.a = self.a.double()
+        out: Tensor = super().forward(x)
+        return out
+
+
+def test_buffer_whose_dtype_changes_after_the_snapshot_is_not_cast_back_silently(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
+    """Its deltas do not fit the model of a new process: that is found, and an earlier version is used."""
+    build = changed_midway(CastsLater, lambda _: None)
+    whole, checkpointer = started(build, every=BASE)
+    checkpointer.restore()
+    train(whole, checkpointer, STEP)
+    assert checkpointer.wait(DEADLINE)
+    checkpointer.close()
+    delta_sidecar.offer(BASE, STEP)
+    _, checkpointer = started(build, seed=77, every=BASE)
+    with checkpointer, pytest.raises(RestoreError):
+        checkpointer.restore()
+    assert delta_sidecar.asked("mismatch", Kind.DELTA)
+
+
+def other_dtype(model: Any) -> None:
+    model.a = model.a.double()
+
+
+def other_order(model: Any) -> None:
+    weight = model[0].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+TOLD_ONES = {
+    "set that is popped": (set_that_is_popped, "Order: a set in `state`"),
+    "buffers that become one": (changed_midway(TwoBuffers, share_buffers), "Changed: model/b"),
+    "buffer of another dtype": (changed_midway(TwoBuffers, other_dtype), "Changed: model/a"),
+    "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD_ONES)
+def test_what_will_not_come_back_is_in_the_log_before_the_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    build, message = TOLD_ONES[name]
+    script, checkpointer = started(build, folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 4, wait=True)
+    if "Order" in message:  # what the order becomes is known once it is read
+        _, checkpointer = started(build, seed=77, folder=tmp_path)
+        with checkpointer:
+            checkpointer.restore()
+    assert message in caplog.text
+
+
+def test_optimizer_that_trains_less_than_here_is_refused_by_name(tmp_path: Path) -> None:
+    def build(first: int) -> Callable[[], Script]:
+        def of() -> Script:
+            model = net()
+            return loop(model, SGD(list(model.parameters())[first:], lr=1e-2, momentum=0.9))
+
+        return of
+
+    script, checkpointer = started(build(2), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2, wait=True)
+    _, checkpointer = started(build(0), folder=tmp_path)
+    with checkpointer, pytest.raises(DifferentState, match=r"\(0\.bias, 0\.weight\)"):
+        checkpointer.restore()
+
+
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(1, WIDTH))]
+)
+def test_torchscript_is_refused_with_what_to_give_instead(tmp_path: Path, compiled: Any) -> None:
+    inner = net()
+    model = compiled(inner)
+    optimizer = adam(model.parameters())
+    with pytest.raises(NotCapturable, match=r"torch\.jit\.script"):
+        started(lambda: loop(model, optimizer), folder=tmp_path)
+    script, checkpointer = started(lambda: loop(inner, optimizer), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2, wait=True)
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 2
+
+
+class RaisesKeyErrors:
+    """As dicts with attributes do that are written in three lines."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise KeyError(name)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_object_whose_missing_attributes_raise_other_errors_is_saved(tmp_path: Path) -> None:
+    def build() -> Script:
+        model, own = net(), RaisesKeyErrors()
+
+        def after(step: int) -> None:
+            own.count += 1
+
+        return loop(model, adam(model.parameters()), after=after, own=own)
+
+    _, again = survives_from_a_snapshot(build, tmp_path)
+    assert again.state["own"].count == 9
