@@ -334,6 +334,8 @@ class Checkpointer:
         self.step_number += 1
         if self._forked:
             return
+        if self.step_number == 1 and not self._capturing.has_begun:
+            self._saver.warn("Restore", "restore() was not called: each start of this script begins anew")
         loss = self._progress.read_loss(loss)
         same = self._resume.note(self.step_number, loss, suspected=bool(self._suspicion))
         self._trained.partitions.stepped()

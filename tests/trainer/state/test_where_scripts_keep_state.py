@@ -31,7 +31,7 @@ from tests.trainer.deltas.replaying import (
     survives_from_a_snapshot,
     train,
 )
-from tiercheck import NotCapturable, RestoreError
+from tiercheck import Checkpointer, NotCapturable, RestoreError
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.restore.load import DifferentState
 from tiercheck.trainer.state.user_state import generator_state, set_generator
@@ -142,6 +142,34 @@ def sum_over_the_state() -> Script:
     return loop(model, optimizer, before=before, after=after, loss_of=loss_of)
 
 
+class FirstBatch(nn.Module):
+    """Takes its shift from the first batch, as ActNorm does, and counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.initialized = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialized:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+            self.initialized, self.batches = True, 0
+        self.batches += 1
+        return (x + self.shift) * (1 + self.batches / 10)
+
+
+def numbers_of_modules() -> Script:
+    """A flag, a counter, and the rate of a dropout that is annealed."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FirstBatch(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    dropout: Any = model[2]
+
+    def after(step: int) -> None:
+        dropout.p *= 0.9
+
+    return loop(model, adam(model.parameters()), after=after)
+
+
 def values_in_a_group() -> Script:
     """The script keeps the list and the array that it gave, and changes them in place."""
     model, betas, decay = net(), [0.9, 0.99], numpy.array(0.1)
@@ -174,6 +202,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "order of the optimizer's state": sum_over_the_state,
     "values of a group changed in place": values_in_a_group,
     "parameters from a set": parameters_from_a_set,
+    "numbers of modules": numbers_of_modules,
 }
 
 
@@ -240,6 +269,20 @@ def set_that_is_popped() -> Script:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + left.pop() % 7)
 
     return loop(model, optimizer, after=after, left={"left": left})
+
+
+class KeepsAnOutput(nn.Module):
+    """In a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.before = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + self.before)
+        self.before = out.detach().mean(0)
+        return out
 
 
 class TwoBuffers(nn.Module):
@@ -315,6 +358,10 @@ TOLD_ONES = {
     "set that is popped": (set_that_is_popped, "Order: a set in `state`"),
     "buffers that become one": (changed_midway(TwoBuffers, share_buffers), "Changed: model/b"),
     "buffer of another dtype": (changed_midway(TwoBuffers, other_dtype), "Changed: model/a"),
+    "tensor that is no buffer": (
+        changed_midway(KeepsAnOutput, lambda _: None),
+        "Attribute: the tensor before is a plain attribute",
+    ),
     "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
 }
 
@@ -333,6 +380,25 @@ def test_what_will_not_come_back_is_in_the_log_before_the_failure(
         with checkpointer:
             checkpointer.restore()
     assert message in caplog.text
+
+
+def test_numbers_of_modules_are_in_every_version_after_a_process_went_back(tmp_path: Path) -> None:
+    """Its model has trained when it begins again; a new process begins with what the script makes."""
+    script, checkpointer = started(numbers_of_modules, folder=tmp_path, every=3)
+    checkpointer.restore()
+    train(script, checkpointer, 3, wait=True)
+    checkpointer.close()
+    again = Checkpointer(script.model, script.optimizers, state=script.state, folder=tmp_path, every=3)
+    with again:
+        assert again.restore() == 3
+        losses = train(script, again, 3, wait=True)
+    fresh, checkpointer = started(numbers_of_modules, seed=77, folder=tmp_path, every=3)
+    with checkpointer:
+        assert checkpointer.restore() == 6
+        mine, theirs = (vars(each.model[1]) for each in (script, fresh))  # type: ignore[index]
+        assert {key: theirs[key] for key in ("initialized", "batches")} == {"initialized": True, "batches": 6}
+        assert mine["batches"] == 6
+    assert len(losses) == 3
 
 
 def test_optimizer_that_trains_less_than_here_is_refused_by_name(tmp_path: Path) -> None:
@@ -367,6 +433,32 @@ def test_torchscript_is_refused_with_what_to_give_instead(tmp_path: Path, compil
         train(script, checkpointer, 2, wait=True)
         assert checkpointer.wait(DEADLINE)
         assert checkpointer.captured == 2
+
+
+def test_training_without_restore_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script, checkpointer = started(lambda: loop(model := net(), adam(model.parameters())), folder=tmp_path)
+    with checkpointer:
+        train(script, checkpointer, 2)
+    assert caplog.text.count("Restore: restore() was not called") == 1
+
+
+class Attributes(dict[str, Any]):
+    """A dict with attributes, as many scripts have it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_dict_with_attributes_is_saved_as_a_dict(tmp_path: Path) -> None:
+    def build() -> Script:
+        model, own = net(), Attributes(count=0)
+
+        def after(step: int) -> None:
+            own["count"] += 1
+
+        return loop(model, adam(model.parameters()), after=after, own=own)
+
+    _, again = survives_from_a_snapshot(build, tmp_path)
+    assert again.state["own"].count == 9
 
 
 class RaisesKeyErrors:

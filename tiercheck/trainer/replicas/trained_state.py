@@ -13,8 +13,10 @@ from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.replicas import Partitions, Shares
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_unfit_modules, unwrap
+from tiercheck.trainer.state.capture import BESIDE
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
+from tiercheck.trainer.state.module_attributes import ModuleAttributes
 from tiercheck.trainer.state.optimizer_state import refuse_inner
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
@@ -68,9 +70,16 @@ class TrainedState:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
-        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
+        self.attributes = ModuleAttributes(
+            {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
+        )
+        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.more_facts)
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
+
+    def more_facts(self) -> dict[str, Any]:
+        """Returns the facts that snapshots and deltas store beside what their inventories have."""
+        return {**self.arithmetic.facts(), **self.attributes.facts()}
 
     @property
     def modules(self) -> list[nn.Module]:

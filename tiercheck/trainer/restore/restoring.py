@@ -182,6 +182,7 @@ class Restoring:
         if offer.deltas:
             loaded = self._replay(offer, loaded)
         trained.arithmetic.put_back(loaded.facts)
+        trained.attributes.put_back(loaded.facts)
         trained.partitions.loaded()
         run_load_hooks(trained, loaded.facts)
         loose = list(loose_parameters(trained.optimizers, trained.model))
@@ -247,6 +248,7 @@ class Restoring:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
+        trained.attributes.put_back(content["facts"])
         run_load_hooks(trained, content["facts"])
         blob_bytes = len(user_state.pack({}, content))
         return Loaded(offer.version, content, content["facts"], 0, blob_bytes, imported=imported)

@@ -42,6 +42,7 @@ class Capturing:
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
+        self.has_begun = False
         self.refused = ""
         """The reason why this training is not saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
@@ -52,6 +53,8 @@ class Capturing:
 
         Raises NotCapturable. Keeps no tensor, so that optimizer state does not exist twice during the load.
         """
+        self.has_begun = True
+        self._trained.attributes.begin()
         inventory = self._trained.inventories.take()
         self._began_with = _list_shapes(inventory.entries)
         self._began_training = _list_trained(inventory)
@@ -137,6 +140,12 @@ class Capturing:
         facts = {**inventory.facts, TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
+        if name := self._trained.attributes.changed_tensor():
+            self._saver.warn(
+                "Attribute",
+                f"the tensor {name} is a plain attribute of a module, changes, and is in no version: "
+                "register it as a buffer if training depends on it",
+            )
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",

@@ -48,7 +48,7 @@ class Deltas:
     def __init__(self, trained: TrainedState, backend: Backend, saver: Saver) -> None:
         model, optimizers = trained.model, trained.optimizers
         self._model = model
-        self._shares, self._more_facts = trained.shares, trained.arithmetic.facts
+        self._shares, self._more_facts = trained.shares, trained.more_facts
         self._partitions, self._optimizers = trained.partitions, optimizers
         self._backend = backend
         self._saver = saver

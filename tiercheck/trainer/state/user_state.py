@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from operator import methodcaller
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, memory
 _SMALLEST = 64 * 1024
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """Anything with state of its own: a scheduler, a data loader, a GradScaler."""
 
@@ -140,7 +139,7 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
     for name, holder in state.items():
         if name not in content["state"]:
             raise KeyError(f"the checkpoint has no state named {name!r}")
-        if isinstance(holder, Stateful):
+        if is_stateful(holder):
             holder.load_state_dict(content["state"][name])
         elif isinstance(holder, MutableMapping):
             holder.clear()
@@ -151,15 +150,21 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
         set_random_state(content["random"])
 
 
+def is_stateful(holder: Any) -> TypeGuard[Stateful]:
+    """Returns whether an object has the two methods."""
+    try:
+        return callable(holder.state_dict) and callable(holder.load_state_dict)
+    except Exception:  # of its own __getattr__: dicts with attributes often raise KeyError
+        return False
+
+
 def is_iterated(holder: Any) -> bool:
     """Returns whether it is a loader, sampler or stream, as its `state_dict` may start the iteration."""
-    return (
-        isinstance(holder, Stateful) and hasattr(type(holder), "__iter__") and not isinstance(holder, Mapping)
-    )
+    return is_stateful(holder) and hasattr(type(holder), "__iter__") and not isinstance(holder, Mapping)
 
 
 def _state_of(name: str, holder: Any) -> Any:
-    if isinstance(holder, Stateful):
+    if is_stateful(holder):
         try:
             return holder.state_dict()
         except Exception as error:  # of the script's own object
