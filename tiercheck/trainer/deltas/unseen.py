@@ -30,7 +30,7 @@ COMPILED = "updates happen without a call of the optimizer's hooks (a compiled o
 FOREIGN = (
     "parameters change although no optimizer that this Checkpointer was given makes a step: the script "
     "trains with another one, whose "
-    "state is in no version. Give it to a new Checkpointer"
+    "state is in no version. Give this Checkpointer both, or the new one to a Checkpointer with another `run`"
 )
 _PATIENCE = 2
 """The number of consecutive steps that another optimizer must have made."""

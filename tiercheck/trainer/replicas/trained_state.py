@@ -69,17 +69,16 @@ class TrainedState:
         if leave_out:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
-        self.arithmetic = Arithmetic(wrapped, given.values())
-        self.attributes = ModuleAttributes(
+        arithmetic = self.arithmetic = Arithmetic(wrapped, given.values())
+        attributes = self.attributes = ModuleAttributes(
             {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
         )
+        # Without a reference to this object, which must end with its attempt.
+        self.more_facts = lambda: {**arithmetic.facts(), **attributes.facts()}
+        """Returns the facts that snapshots and deltas store beside what their inventories have."""
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.more_facts)
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
-
-    def more_facts(self) -> dict[str, Any]:
-        """Returns the facts that snapshots and deltas store beside what their inventories have."""
-        return {**self.arithmetic.facts(), **self.attributes.facts()}
 
     @property
     def modules(self) -> list[nn.Module]:
