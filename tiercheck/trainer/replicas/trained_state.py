@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -74,7 +74,7 @@ class TrainedState:
             {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
         )
         # Without a reference to this object, which must end with its attempt.
-        self.more_facts = lambda: {**arithmetic.facts(), **attributes.facts()}
+        self.more_facts: Callable[[], dict[str, Any]] = lambda: {**arithmetic.facts(), **attributes.facts()}
         """Returns the facts that snapshots and deltas store beside what their inventories have."""
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.more_facts)
         self.inventories.outer = self.partitions.outer
