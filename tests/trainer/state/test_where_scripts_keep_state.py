@@ -143,12 +143,15 @@ def sum_over_the_state() -> Script:
 
 
 class FirstBatch(nn.Module):
-    """Takes its shift from the first batch, as ActNorm does, and counts batches."""
+    """Takes its shift from the first batch, as ActNorm does, counts, draws, and remembers a little."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(WIDTH))
         self.initialized = False
+        self.last: list[float] = []
+        self.sums: dict[str, float] = {}
+        self.own = numpy.random.default_rng(torch.initial_seed())
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.initialized:
@@ -156,7 +159,9 @@ class FirstBatch(nn.Module):
                 self.shift.copy_(-x.mean(0))
             self.initialized, self.batches = True, 0
         self.batches += 1
-        return (x + self.shift) * (1 + self.batches / 10)
+        self.last = [*self.last[-3:], float(self.own.random())]
+        self.sums["all"] = self.sums.get("all", 0.0) + self.last[0]
+        return (x + self.shift) * (1 + self.batches / 10 + self.sums["all"])
 
 
 def numbers_of_modules() -> Script:
@@ -285,6 +290,21 @@ class KeepsAnOutput(nn.Module):
         return out
 
 
+class Recurrent(nn.Module):
+    """Carries its state from batch to batch, in an attribute that is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.carried: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, carried = self.cell(x[:, None], self.carried)
+        self.carried = (carried[0].detach(), carried[1].detach())
+        done: Tensor = out
+        return done
+
+
 class TwoBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -361,6 +381,10 @@ TOLD_ONES = {
     "tensor that is no buffer": (
         changed_midway(KeepsAnOutput, lambda _: None),
         "Attribute: the tensor before is a plain attribute",
+    ),
+    "state carried from batch to batch": (
+        changed_midway(Recurrent, lambda _: None),
+        "Attribute: the tensor carried is a plain attribute",
     ),
     "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
 }
