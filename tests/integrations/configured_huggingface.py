@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_callback import ExportableState
 
 from tests.integrations.struck import reenter, strike
 from tiercheck.integrations import huggingface
@@ -141,7 +142,23 @@ CASES = {
     "evaluating": (Trainer, Small, ALIKE, EVALUATING),
     "noisy": (Trainer, NamedEmbeddings, ALIKE, {"neftune_noise_alpha": 5.0}),
     "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
+    "averaging": (Trainer, Small, ALIKE, {}),
 }  # fmt: skip
+
+
+class Average(TrainerCallback, ExportableState):
+    """Draws the last weights towards their average, a tensor that `state` shows."""
+
+    mean: torch.Tensor | None = None
+
+    def on_step_end(self, args, state, control, model=None, **named) -> None:
+        *_, last = model.parameters()
+        now = last.detach()
+        self.mean = now.clone() if self.mean is None else self.mean * 0.9 + now * 0.1
+        now.lerp_(self.mean, 0.5)
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"mean": self.mean}}
 
 
 class Say(TrainerCallback):
@@ -217,7 +234,11 @@ def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget
         TrainingArguments(**settings),
         train_dataset=data,
         eval_dataset=ALIKE[:8],
-        callbacks=[callback, *([patience] if case == "evaluating" else [])],
+        callbacks=[
+            *([Average()] if case == "averaging" else []),
+            callback,
+            *([patience] if case == "evaluating" else []),
+        ],
     )
     for callback.number in range(1 + (case == "twice")):
         loss = trainer.train(settings.get("resume_from_checkpoint")).training_loss.hex()

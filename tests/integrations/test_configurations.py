@@ -24,6 +24,7 @@ HUGGINGFACE = {
     "by-length": (4, 6),
     "drop-last": (6, 9),
     "best": (5, 11),
+    "averaging": (4, 7),
 }
 LIGHTNING = {
     # case: where lives end; 6 batches are an epoch
@@ -41,7 +42,7 @@ LIGHTNING = {
 
 BEGIN_AGAIN = ("accumulation", "metrics", "loader")
 """Those whose processes outlive the loss of another rank."""
-EVERY_TIME = ("stream", "own-generator", "best")
+EVERY_TIME = ("stream", "own-generator", "best", "averaging")
 """The others take five minutes of a core: `make test-extended` has all."""
 
 

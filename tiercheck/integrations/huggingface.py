@@ -16,6 +16,7 @@ optimizer that are there. Needs transformers 5 (the methods in `_NEEDED`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tiercheck.integrations.callbacks import CallbackWatch
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
 from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.readable import is_readable
 from tiercheck.trainer.training import end_run, name_run
 
 _NEEDED = (
@@ -292,6 +295,7 @@ class _TrainerState:
 
     def __init__(self, trainer: Resumable) -> None:
         self._trainer = trainer
+        self._watch = CallbackWatch("state() and from_state()")
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -300,7 +304,10 @@ class _TrainerState:
             for field in dataclasses.fields(trainer.state)
             if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
         }
-        callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
+        saved = self._stateful()
+        callbacks = [(name, each.state()["attributes"]) for name, each in saved]
+        others = {*map(id, trainer.callback_handler.callbacks)} - {id(each) for _, each in saved}
+        self._watch.look(each for each in trainer.callback_handler.callbacks if id(each) in others)
         losses = None
         if getattr(trainer, "_tr_loss", None) is not None:
             sums = (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step)
@@ -309,7 +316,7 @@ class _TrainerState:
         return {
             "state": plain,
             "losses": losses,
-            "callbacks": [each for each in callbacks if _is_plain(each)],
+            "callbacks": [each for each in callbacks if is_readable(each) or _warn_of_callback(each[0])],
             "epoch": trainer._epoch,
             "batches": batches,
             "samples": _samples_per_batch(trainer),
@@ -340,13 +347,20 @@ class _TrainerState:
             if same is not None:
                 kept.remove(same)
                 for attribute, value in same[1].items():
-                    setattr(callback, attribute, value)
+                    device = getattr(getattr(callback, attribute, None), "device", None)
+                    on_device = isinstance(value, torch.Tensor) and device is not None
+                    setattr(callback, attribute, value.to(device) if on_device else value)
         self._trainer._losses = state["losses"]
 
     def _stateful(self) -> list[tuple[str, Any]]:
         """Returns stateful callbacks (`ExportableState`), such as EarlyStoppingCallback, by class name."""
         known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
         return [pair for pair in known if hasattr(pair[1], "state") and hasattr(pair[1], "from_state")]
+
+
+@functools.cache
+def _warn_of_callback(name: str) -> None:
+    log.warning("the state() of callback %s could not be read back, and is in no version", name)
 
 
 def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:

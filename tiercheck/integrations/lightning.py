@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.nn.utils import prune
 
+from tiercheck.integrations.callbacks import CallbackWatch
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find, reenter
 from tiercheck.trainer.inprocess.groups import groups
@@ -287,9 +288,12 @@ class _Progress:
     def __init__(self, trainer: Any, module: Any, own: TierCheck) -> None:
         self._trainer, self._module, self._own = trainer, module, own
         self._metrics = {name: each for name, each in module.named_modules() if hasattr(each, "metric_state")}
+        self._watch = CallbackWatch("state_dict and load_state_dict")
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        saved = {callback.state_key: callback.state_dict() for callback in self._others()}
+        self._watch.look(each for each in self._others() if not saved[each.state_key])
         return {
             "fit_loop": trainer.fit_loop.state_dict(),
             "between_epochs": self._own.between_epochs,
@@ -301,7 +305,7 @@ class _Progress:
                 for each in trainer.lr_scheduler_configs
             ],
             "precision": trainer.precision_plugin.state_dict(),
-            "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
+            "callbacks": saved,
             "datamodule": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "pruned": self._list_pruned(),
         }
