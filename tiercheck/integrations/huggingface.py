@@ -341,15 +341,17 @@ class _TrainerState:
                 "better one, load_best_model_at_end leaves the last model",
                 best,
             )
-        kept = list(state["callbacks"])
+        kept, device = list(state["callbacks"]), self._trainer.args.device
         for name, callback in self._stateful():
             same = next((each for each in kept if each[0] == name), None)
             if same is not None:
                 kept.remove(same)
                 for attribute, value in same[1].items():
-                    device = getattr(getattr(callback, attribute, None), "device", None)
-                    on_device = isinstance(value, torch.Tensor) and device is not None
-                    setattr(callback, attribute, value.to(device) if on_device else value)
+                    if isinstance(value, torch.Tensor):  # callbacks keep it beside the model, mostly
+                        here = getattr(callback, attribute, None)
+                        setattr(callback, attribute, value.to(getattr(here, "device", None) or device))
+                    else:
+                        setattr(callback, attribute, value)
         self._trainer._losses = state["losses"]
 
     def _stateful(self) -> list[tuple[str, Any]]:
