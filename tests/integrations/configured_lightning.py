@@ -59,6 +59,16 @@ class Scheduled(Small):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Searched(Small):
+    lr = 1e-2
+
+    def on_save_checkpoint(self, checkpoint) -> None:
+        """It may write files, or expect weights there: it is not called for a version."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +109,7 @@ CASES = {
     "averaging": (Scheduled, lambda: [averaging(1)], StatefulDataLoader),
     "averaging-with-statistics": (Normed, lambda: [averaging(2)], StatefulDataLoader),
     "averaging-each-step": (Small, lambda: [C.EMAWeightAveraging(decay=0.9)], StatefulDataLoader),
+    "rate-found": (Searched, lambda: [C.LearningRateFinder(num_training_steps=20)], StatefulDataLoader),
     "finetuning": (Scheduled, lambda: [C.BackboneFinetuning(1, verbose=False)], StatefulDataLoader),
     "pruning": (
         Small,
@@ -139,7 +150,12 @@ class Say(C.Callback):
         step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         waited = self.patience and self.patience.wait_count
         loss = outputs["loss"].item().hex()
-        say(step=step, loss=loss, rate=rate, waited=waited, validations=self.validations)
+        averaged = [
+            sum(each.detach().double().sum() for each in callback._average_model.parameters()).item().hex()
+            for callback in trainer.callbacks
+            if isinstance(callback, C.WeightAveraging)
+        ]
+        say(step=step, loss=loss, rate=rate, waited=waited, validations=self.validations, averaged=averaged)
 
     def on_train_epoch_end(self, trainer, module) -> None:
         epoch = {

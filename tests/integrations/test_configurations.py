@@ -31,6 +31,7 @@ LIGHTNING = {
     "averaging": (4, 10, 13),
     "averaging-with-statistics": (10, 13),
     "averaging-each-step": (10,),
+    "rate-found": (4, 10),
     "finetuning": (4, 7, 10),
     "pruning": (7, 10),
     "accumulation": (9, 16),
@@ -40,7 +41,7 @@ LIGHTNING = {
 }
 
 
-BEGIN_AGAIN = ("accumulation", "metrics", "loader")
+BEGIN_AGAIN = ("accumulation", "metrics", "loader", "rate-found")
 """Those whose processes outlive the loss of another rank."""
 EVERY_TIME = ("stream", "own-generator", "best", "averaging")
 """The others take five minutes of a core: `make test-extended` has all."""
@@ -194,6 +195,7 @@ def test_trainer_that_begins_again_in_its_process_goes_on_as_it_would_have(
 def test_lightning_callbacks_and_metrics_go_on(case: str, lives: Lives, tmp_path: Path) -> None:
     begun, *_ = assert_equal_after_kills(lives, "lightning", case, LIGHTNING[case], tmp_path)
     assert any("refused" in line for line in begun) == (case not in BEGIN_AGAIN), "and is told"
+    assert ("Searched.on_save_checkpoint" in told(begun)) == (case == "rate-found")
 
 
 def test_loader_that_cannot_go_on_in_mid_epoch_is_told(lives: Lives, tmp_path: Path) -> None:

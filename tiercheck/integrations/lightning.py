@@ -38,6 +38,9 @@ except ModuleNotFoundError:  # the same under its other name
 
 _ON_THEIR_WAY = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 """The callbacks that change model or optimizers in training, so that an older version may not fit."""
+_PACKAGES = ("lightning", "pytorch_lightning", "tiercheck")
+_AVERAGING = getattr(callbacks, "WeightAveraging", ())
+"""The callback with an averaged model that its state_dict lacks; an older Lightning has none."""
 
 
 class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -83,8 +86,21 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         run = name_run(self._folder, self._run)
         found = find(self._folder, self._keep, run)
         progress = _Progress(trainer, pl_module, self)
+        for each in (pl_module, *trainer.callbacks):
+            if (package := type(each).on_save_checkpoint.__module__.partition(".")[0]) not in _PACKAGES:
+                log.warning(
+                    "%s.on_save_checkpoint (%s) is not called: give TierCheck `state`, an object with "
+                    "state_dict and load_state_dict, if training depends on what it stores",
+                    type(each).__name__,
+                    package,
+                )
         progress.prune(found.state.get("lightning", {}).get("pruned", ()))
-        state = {"lightning": progress, **self._more}
+        averaged = [each for each in trainer.callbacks if isinstance(each, _AVERAGING)]
+        state = {
+            "lightning": progress,
+            **{f"averaged {number}": each._average_model for number, each in enumerate(averaged)},
+            **self._more,
+        }
         model = trainer.strategy.model
         # A strategy wraps the module for DistributedDataParallel; without one it is the module itself.
         self.checkpointer = Checkpointer(
@@ -125,6 +141,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             # The loaders' iterators draw seeds before the first batch, which they would not have done in
             # mid-epoch.
             self._drawn = user_state.random_state()
+            # Made by a LearningRateFinder: only a loader that is made now gets its position.
+            trainer.fit_loop._combined_loader = None
             self._forget_ckpt_path(trainer)
 
     def _forget_ckpt_path(self, trainer: Any) -> None:

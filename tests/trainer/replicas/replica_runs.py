@@ -99,9 +99,12 @@ class Net(nn.Module):
 
 
 class Counted:
-    """A hook's state, as PowerSGD has one."""
+    """A hook's state, in slots as torch's own ones."""
 
-    calls = 0
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.calls += 1

@@ -292,12 +292,12 @@ class Arithmetic:
                 )
 
     def _follow_hook(self, hook: Any, state: object) -> None:
-        items = state if isinstance(state, dict) else getattr(state, "__dict__", {})
+        items = state if isinstance(state, dict) else _attributes(state)
         seen = {key: _mark(value) for key, value in items.items()}
         if self._hook_states.setdefault(id(state), seen) in (None, seen):
             return
         self._hook_states[id(state)] = None
-        stored = (part for each in self._stored for part in (each, *getattr(each, "__dict__", {}).values()))
+        stored = (part for each in self._stored for part in (each, *_attributes(each).values()))
         if not any(part is state for part in stored):
             log.warning(
                 "CommHook: the state of %s changes, and is in no version. Give `state` an object with "
@@ -323,6 +323,15 @@ class Arithmetic:
 
                 return parameter.register_hook(look)  # type: ignore[no-untyped-call,unused-ignore]
         return None
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots too, as torch's states of hooks have them."""
+    slots = {name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ())}
+    held = {
+        name: getattr(holder, name) for name in slots if not name.startswith("__") and hasattr(holder, name)
+    }
+    return {**held, **getattr(holder, "__dict__", {})}
 
 
 def _mark(value: object) -> object:
