@@ -262,6 +262,7 @@ class Checkpointer:
         else:
             capturing.start(loaded.version.step, loaded.room, loaded.blob_bytes)
             loaded.put_back(trained.state)  # last: until the first step nothing may query these objects
+            capturing.loaded()
         journal = None if capturing.refused else backend.journal
         name = fingerprint(name_of(self._run))
         verdict = self._resume.begin(journal, name, self.world_size, self.step_number)
@@ -488,6 +489,8 @@ class Checkpointer:
         if torch.compiler.is_compiling() or self._forked:
             return  # compiled code is traced once and never calls this: `UnhookedUpdates` detects that
         self._loop.interruption_point()
+        if self._capturing.has_loaded:
+            self._capturing.look_for_overwritten()
         self._clean = False
         self._saver.barrier()
         if self._capturing.unseen.hooked():

@@ -514,3 +514,20 @@ def test_object_whose_missing_attributes_raise_other_errors_is_saved(tmp_path: P
 
     _, again = survives_from_a_snapshot(build, tmp_path)
     assert again.state["own"].count == 9
+
+
+def test_parameter_that_is_written_after_the_restore_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook that resets a layer when training begins, say, does so at each start."""
+    for reset in (False, True):
+        script, checkpointer = started(
+            lambda: loop(model := net(), adam(model.parameters())), folder=tmp_path, every=1
+        )
+        with checkpointer:
+            checkpointer.restore()
+            assert "Overwritten" not in caplog.text
+            if reset:
+                torch.nn.init.zeros_(script.model[2].weight)  # type: ignore[index, arg-type]
+            train(script, checkpointer, 2, wait=True)
+    assert "Overwritten: 2.weight was written after `restore`" in caplog.text

@@ -42,7 +42,10 @@ class Capturing:
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
-        self.has_begun = False
+        self.has_begun = self.has_loaded = False
+        """True once `begin` was called; from the end of a load to the first update after it."""
+        self._counters: dict[str, int] = {}
+        """Torch's counter of changes of each parameter when the load had ended."""
         self.refused = ""
         """The reason why this training is not saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
@@ -158,6 +161,25 @@ class Capturing:
         device = accelerator_of(entry.tensor for entry in entries)
         ready = None if device is None else device.final()
         return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
+
+    def loaded(self) -> None:
+        """Records that a load has ended."""
+        self.has_loaded = True
+        named = self._trained.model.named_parameters()
+        self._counters = {name: each._version for name, each in named if not each.is_inference()}
+
+    def look_for_overwritten(self) -> None:
+        """Warns if a parameter was written between the load and the first update after it."""
+        self.has_loaded = False
+        counters, self._counters = self._counters, {}
+        for name, parameter in self._trained.model.named_parameters():
+            if counters.get(name, parameter._version) != parameter._version:
+                self._saver.warn(
+                    "Overwritten",
+                    f"{name} was written after `restore` and before the first update: what the script does "
+                    "at its start must come before `restore`, or is done again at each start",
+                )
+                return
 
     def _compare(self, inventory: Inventory) -> None:
         """Warns of changes of the model that a restarted script would not have."""
