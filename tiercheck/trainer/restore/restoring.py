@@ -289,7 +289,7 @@ class Restoring:
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Returns whether the slot's optimizers had these parameters: under ZeRO each rank has its own."""
         optimizers = self._trained.optimizers
-        if self._trained.world_size == 1:
+        if self._trained.world_size == opened.slot.header.world_size == 1:
             return True
         try:
             saved = opened.content["facts"]["optimizers"]
