@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -531,3 +532,18 @@ def test_parameter_that_is_written_after_the_restore_is_in_the_log(
                 torch.nn.init.zeros_(script.model[2].weight)  # type: ignore[index, arg-type]
             train(script, checkpointer, 2, wait=True)
     assert "Overwritten: 2.weight was written after `restore`" in caplog.text
+
+
+def test_weight_that_is_computed_of_a_parameter_is_no_tensor_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> Script:
+        model = net()
+        torch.nn.utils.prune.l1_unstructured(model[0], "weight", 0.3)  # type: ignore[no-untyped-call]
+        return loop(model, adam(model.parameters()))
+
+    script, checkpointer = started(build, folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 3, wait=True)
+    assert "Attribute" not in caplog.text

@@ -127,7 +127,9 @@ class ModuleAttributes:
         for before, owner in self._owners:
             for name, value in owner.items():
                 first = value[0] if type(value) in (list, tuple) and value else value
-                if isinstance(first, Tensor) and not name.startswith("_"):
+                # What weight norm and pruning compute of a parameter: `weight` of `weight_orig`.
+                computed = any(key.startswith(f"{name}_") for key in owner["_parameters"])
+                if isinstance(first, Tensor) and not computed and not name.startswith("_"):
                     yield f"{before}{name}", (id(first), -1 if first.is_inference() else first._version)
 
 
