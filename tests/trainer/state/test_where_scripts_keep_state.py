@@ -134,13 +134,11 @@ def sum_over_the_state() -> Script:
         used[0] = (4 - step) % 4
 
     def loss_of(model: Any) -> Tensor:
-        return model[used[0]](torch.randn(4, 33)).square().mean()  # type: ignore[no-any-return]
+        norms = (state["exp_avg"].norm() for state in optimizer.state.values())
+        last_bits = sum(norms, torch.zeros(())) * 2**22 % 1
+        return model[used[0]](torch.randn(4, 33)).square().mean() + last_bits  # type: ignore[no-any-return]
 
-    def after(step: int) -> None:
-        norm = sum((state["exp_avg"].norm() for state in optimizer.state.values()), torch.zeros(()))
-        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + float(norm) * 2**22 % 1)  # of its last bits
-
-    return loop(model, optimizer, before=before, after=after, loss_of=loss_of)
+    return loop(model, optimizer, before=before, loss_of=loss_of)
 
 
 class FirstBatch(nn.Module):
