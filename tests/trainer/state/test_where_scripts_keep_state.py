@@ -141,6 +141,19 @@ def sum_over_the_state() -> Script:
     return loop(model, optimizer, before=before, loss_of=loss_of)
 
 
+def states_looked_up() -> Script:
+    """A look at the state of a parameter that has none leaves an empty one there, in the order of looks."""
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def before(step: int) -> None:
+        for parameter in reversed(optimizer.param_groups[0]["params"]):
+            optimizer.state[parameter].get("exp_avg")
+
+    return loop(model, optimizer, before=before)
+
+
 class FirstBatch(nn.Module):
     """Takes its shift from the first batch, as ActNorm does, counts, draws, and remembers a little."""
 
@@ -204,6 +217,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "parameter of the optimizer's, frozen after the snapshot": code_frozen_on_the_way(6),
     "buffer with its dimensions exchanged": transposed_buffer,
     "order of the optimizer's state": sum_over_the_state,
+    "empty states of an optimizer": states_looked_up,
     "values of a group changed in place": values_in_a_group,
     "parameters from a set": parameters_from_a_set,
     "numbers of modules": numbers_of_modules,

@@ -188,7 +188,8 @@ def _order_of_states(optimizer: Optimizer) -> list[int]:
     That is the order of their first gradients, in which a script may sum over the state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = {id(each): at for at, each in enumerate(parameters)}
-    order = [numbers[id(key)] for key in optimizer.state if id(key) in numbers]
+    # A look at the state of a parameter that has none leaves an empty one, which no version has.
+    order = [numbers[id(key)] for key, state in optimizer.state.items() if state and id(key) in numbers]
     return [] if order == sorted(order) else order
 
 
