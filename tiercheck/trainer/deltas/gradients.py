@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import torch
@@ -208,37 +208,48 @@ class Recorder:
         """Returns the indices of gradients with memory that may be overwritten before it is copied.
 
         These are all that were not seen in new memory each time."""
-        eager = {number for optimizer, number in self._eager if optimizer == index}
-        last = self._last[index]
-        known: dict[int, bool] = {}
-        found = set()
-        for number, (gradient, shard) in enumerate(zip(given, shards, strict=True)):
-            if gradient is None or shard is None:
-                continue
-            # The storage, not the tensor: `.data` makes a tensor of the same memory with its own counter.
-            storage = shard.untyped_storage() if shard.layout is torch.strided else None
-            before, last[number] = last.get(number), weakref.ref(gradient if storage is None else storage)
-            fresh = before is not None and before() is not (gradient if storage is None else storage)
-            if storage is not None:
-                if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
-                    fresh = False  # of a CUDA graph, and its next run changes no counter
-                elif not storage.resizable():
-                    fresh = False  # not torch's own memory, but for example a numpy array
-                elif (
-                    storage.nbytes() != shard.nbytes
-                ):  # writes through other tensors do not change this one's counter
-                    if storage._cdata not in known:  # dozens of FSDP2's gradients share one
-                        known[storage._cdata] = self._is_fresh((index, number), storage)
-                    fresh = known[storage._cdata]
-            if not fresh or number in eager:
+        found = {number for optimizer, number in self._eager if optimizer == index}
+        here = [number for number, shard in enumerate(shards) if shard is not None]
+        held = [shard for shard in shards if shard is not None]
+        # The storage, not the tensor: `.data` makes a tensor of the same memory with its own counter.
+        dense = [shard.layout is torch.strided for shard in held]
+        memories: list[Any] = [
+            shard.untyped_storage() if is_dense else given[number]
+            for number, shard, is_dense in zip(here, held, dense, strict=True)
+        ]
+        identities = list(map(id, memories))
+        first = dict(zip(reversed(identities), reversed(range(len(held))), strict=True))
+        sizes = {identity: _own_bytes(memories[at], held[at]) for identity, at in first.items()}
+        whole = [
+            not is_dense or sizes[identity] == shard.nbytes
+            for identity, shard, is_dense in zip(identities, held, dense, strict=True)
+        ]
+        last, self._last[index] = self._last[index], {}
+        for at in compress(count(), whole):
+            number, memory = here[at], memories[at]
+            self._last[index][number] = weakref.ref(memory)
+            before = last.get(number)
+            if before is None or before() is memory:
                 found.add(number)
+        # Of shared memory: writes through other tensors do not change the gradient's counter.
+        shared = {*compress(identities, map(not_, whole))}
+        used = {
+            each for each in shared if not self._is_fresh(index, here[first[each]], memories[first[each]])
+        }
+        if used or -1 in sizes.values():
+            found.update(
+                number
+                for number, identity in zip(here, identities, strict=True)
+                if identity in used or sizes[identity] < 0
+            )
         return found
 
-    def _is_fresh(self, key: tuple[int, int], storage: torch.UntypedStorage) -> bool:
-        identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # keeps the identity, not the memory
-        before, times = self._shared.get(key, (None, -1))
+    def _is_fresh(self, index: int, number: int, storage: torch.UntypedStorage) -> bool:
+        # This keeps the identity, not the memory.
+        identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        before, times = self._shared.get((index, number), (None, -1))
         times = 0 if before is not None and before.cdata == identity.cdata else times + 1
-        self._shared[key] = identity, times
+        self._shared[index, number] = identity, times
         return times >= _FRESH_STEPS
 
     def _staged(self, index: int, number: int, shard: Tensor) -> Tensor:
@@ -250,6 +261,15 @@ class Recorder:
         if kept is None or (kept.shape, kept.dtype, kept.device) != (shard.shape, shard.dtype, shard.device):
             kept = self._staging[key] = torch.empty_like(shard)
         return kept.copy_(shard)
+
+
+def _own_bytes(memory: Any, shard: Tensor) -> int:
+    """Returns the size of a gradient's memory; -1 if it is reused though torch may show another one."""
+    if not isinstance(memory, torch.UntypedStorage):
+        return 0  # of a sparse one
+    if shard.is_cuda and not torch._C._has_Standard_Deleter(memory._cdata):
+        return -1  # of a CUDA graph, and its next run changes no counter
+    return memory.nbytes() if memory.resizable() else -1  # not torch's own, but for example a numpy array
 
 
 def _shards(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
