@@ -111,6 +111,19 @@ class Sampled(Trainer):
         return Drawn()
 
 
+class Weighted(Trainer):
+    """Keeps a weight of its own, which falls with every batch."""
+
+    weight = 1.0
+
+    def compute_loss(self, model, inputs, *more, **named):
+        loss = super().compute_loss(model, inputs, *more, **named)
+        if not model.training:
+            return loss
+        self.weight *= 0.95
+        return loss * self.weight
+
+
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 BEST = {
     "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
@@ -142,16 +155,20 @@ CASES = {
     "evaluating": (Trainer, Small, ALIKE, EVALUATING),
     "noisy": (Trainer, NamedEmbeddings, ALIKE, {"neftune_noise_alpha": 5.0}),
     "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
-    "averaging": (Trainer, Small, ALIKE, {}),
+    "averaging": (Weighted, Small, ALIKE, {}),
 }  # fmt: skip
 
 
 class Average(TrainerCallback, ExportableState):
-    """Draws the last weights towards their average, a tensor that `state` shows."""
+    """Draws the last weights towards their average, which `state` shows, and clips more with each step."""
 
     mean: torch.Tensor | None = None
 
+    def on_epoch_begin(self, *_, **named) -> None:
+        torch.rand(1)
+
     def on_step_end(self, args, state, control, model=None, **named) -> None:
+        args.max_grad_norm *= 0.8
         *_, last = model.parameters()
         now = last.detach()
         self.mean = now.clone() if self.mean is None else self.mean * 0.9 + now * 0.1

@@ -69,6 +69,21 @@ class Searched(Small):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class Annealed(Small):
+    """Changes a hyper-parameter and the clipping after each batch."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch, number):
+        return super().training_step(batch, number) * self.hparams.scale
+
+    def on_train_batch_end(self, *_) -> None:
+        self.hparams.scale *= 0.9
+        self.trainer.gradient_clip_val = (self.trainer.gradient_clip_val or 1.0) * 0.9
+
+
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +95,21 @@ class Plateau(Small):
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train"}}
+
+
+class PlateauOfSteps(Small):
+    """Its rate is reduced by the loss of each step."""
+
+    def training_step(self, batch, number):
+        loss = super().training_step(batch, number)
+        self.log("now", loss, on_step=True, on_epoch=False)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = Small.configure_optimizers(self)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
+        moved = {"scheduler": plateau, "interval": "step", "monitor": "now"}
+        return {"optimizer": optimizer, "lr_scheduler": moved}
 
 
 class Evaluating(Small):
@@ -108,7 +138,7 @@ CASES = {
     # case: (module, callbacks, loader)
     "averaging": (Scheduled, lambda: [averaging(1)], StatefulDataLoader),
     "averaging-with-statistics": (Normed, lambda: [averaging(2)], StatefulDataLoader),
-    "averaging-each-step": (Small, lambda: [C.EMAWeightAveraging(decay=0.9)], StatefulDataLoader),
+    "averaging-each-step": (Annealed, lambda: [C.EMAWeightAveraging(decay=0.9)], StatefulDataLoader),
     "rate-found": (Searched, lambda: [C.LearningRateFinder(num_training_steps=20)], StatefulDataLoader),
     "finetuning": (Scheduled, lambda: [C.BackboneFinetuning(1, verbose=False)], StatefulDataLoader),
     "pruning": (
@@ -123,6 +153,7 @@ CASES = {
     ),
     "metrics": (Plateau, lambda: [C.EarlyStopping("error", patience=2, min_delta=1.0)], StatefulDataLoader),
     "loader": (Small, list, StatefulDataLoader),
+    "plateau-of-steps": (PlateauOfSteps, list, StatefulDataLoader),
     # No validation is so much better than the first.
     "evaluating": (Evaluating, lambda: [C.EarlyStopping("validation", 50.0, 3)], StatefulDataLoader),
     "plain-loader": (Scheduled, list, DataLoader),

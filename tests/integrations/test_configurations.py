@@ -24,7 +24,7 @@ HUGGINGFACE = {
     "by-length": (4, 6),
     "drop-last": (6, 9),
     "best": (5, 11),
-    "averaging": (4, 7),
+    "averaging": (5, 7),
 }
 LIGHTNING = {
     # case: where lives end; 6 batches are an epoch
@@ -36,12 +36,13 @@ LIGHTNING = {
     "pruning": (7, 10),
     "accumulation": (9, 16),
     "metrics": (4, 10),
+    "plateau-of-steps": (4, 9),
     "loader": (7, 13),  # restored at the end of an epoch, and again at the end of the next
     "plain-loader": (7, 13),
 }
 
 
-BEGIN_AGAIN = ("accumulation", "metrics", "loader", "rate-found")
+BEGIN_AGAIN = ("accumulation", "metrics", "loader", "rate-found", "plateau-of-steps")
 """Those whose processes outlive the loss of another rank."""
 EVERY_TIME = ("stream", "own-generator", "best", "averaging")
 """The others take five minutes of a core: `make test-extended` has all."""
@@ -176,6 +177,7 @@ def test_best_model_without_own_checkpoints_is_refused_at_the_start() -> None:
         ("lightning", "accumulation", (8, 10)),
         ("lightning", "metrics", (4, 10)),
         ("lightning", "loader", (7, 13)),
+        ("lightning", "plateau-of-steps", (4, 9)),
         ("lightning", "evaluating", (3, -4, 5)),
     ],
 )

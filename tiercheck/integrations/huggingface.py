@@ -16,7 +16,9 @@ optimizer that are there. Needs transformers 5 (the methods in `_NEEDED`).
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
+import inspect
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
 from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.plain_attributes import PlainAttributes
 from tiercheck.trainer.state.readable import is_readable
 from tiercheck.trainer.training import end_run, name_run
 
@@ -51,6 +54,7 @@ _COMPARED = (
     "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
 """The prefixes of arguments that are compared here. Checkpointer compares those of the optimizer."""
+_LENGTHS = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _LIVING = ("model", "model_wrapped", "optimizer", "lr_scheduler", "_created_lr_scheduler")
 """The attributes that `train` leaves in a Trainer and would find in it again."""
 
@@ -171,8 +175,23 @@ class Resumable(_Trainer):  # type: ignore[misc]
             refuse_reentry("a Trainer cannot prepare a model for FSDP or DeepSpeed twice")
         if not self.checkpointer.restore():  # a checkpoint of the Trainer's own may be where it begins
             self.checkpointer.step_number = self.state.global_step
-        self._drawn = user_state.random_state() if self._resumed else None
+        if self._resumed and not self._kept["batches"] and not self.args.ignore_data_skip:
+            self._draw_from_epochs_begin()
+        elif self._resumed:
+            self._drawn = user_state.random_state()
         return model, loader
+
+    def _draw_from_epochs_begin(self) -> None:
+        """Restores random numbers before the callbacks at an epoch's begin draw, which none has done yet."""
+        handler, drawn = self.callback_handler, user_state.random_state()
+        begin = handler.on_epoch_begin
+
+        def on_epoch_begin(*given: Any) -> Any:
+            del handler.on_epoch_begin
+            user_state.set_random_state(drawn)
+            return begin(*given)
+
+        handler.on_epoch_begin = on_epoch_begin
 
     def _run_epoch(self, *, train_dataloader: Any, epoch: int, steps_in_epoch: int, **named: Any) -> Any:
         resumed, self._resumed = self._resumed, False
@@ -238,7 +257,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
         for name, generator in _generators(loader).items():
             if name in began["generators"]:
                 user_state.set_generator(generator, began["generators"][name])
-        user_state.set_random_state(began["random"])
+        if self._drawn is not None:
+            user_state.set_random_state(began["random"])
         self._began, self._has_workers = began, began["workers"]
         self._short = self._kept["batches"] % self.args.gradient_accumulation_steps
 
@@ -296,6 +316,14 @@ class _TrainerState:
     def __init__(self, trainer: Resumable) -> None:
         self._trainer = trainer
         self._watch = CallbackWatch("state() and from_state()")
+        # A callback may change an argument in the middle, and a subclass may keep numbers of its own.
+        others = {*_LENGTHS, *_names_of_framework(type(trainer))}
+        self._attributes = PlainAttributes(
+            trainer,
+            lambda: [("args.", trainer.args.__dict__), ("", trainer.__dict__)],
+            lambda _, name: name not in others,
+        )
+        self._attributes.begin()
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -304,10 +332,8 @@ class _TrainerState:
             for field in dataclasses.fields(trainer.state)
             if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
         }
-        saved = self._stateful()
-        callbacks = [(name, each.state()["attributes"]) for name, each in saved]
-        others = {*map(id, trainer.callback_handler.callbacks)} - {id(each) for _, each in saved}
-        self._watch.look(each for each in trainer.callback_handler.callbacks if id(each) in others)
+        callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
+        self._watch.look(each for each in trainer.callback_handler.callbacks if not _is_stateful(each))
         losses = None
         if getattr(trainer, "_tr_loss", None) is not None:
             sums = (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step)
@@ -326,12 +352,13 @@ class _TrainerState:
             "stopped": trainer._stopped,
             "max_steps": trainer.state.max_steps,
             "facts": trainer._facts,
+            "attributes": self._attributes.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["state"].items():
             # The arguments set the length of this training: they may be others than before.
-            if name not in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"):
+            if name not in _LENGTHS:
                 setattr(self._trainer.state, name, value)
         best = self._trainer.state.best_model_checkpoint
         if best is not None and not os.path.isdir(best):
@@ -353,11 +380,29 @@ class _TrainerState:
                     else:
                         setattr(callback, attribute, value)
         self._trainer._losses = state["losses"]
+        self._attributes.load_state_dict(state["attributes"])
 
     def _stateful(self) -> list[tuple[str, Any]]:
         """Returns stateful callbacks (`ExportableState`), such as EarlyStoppingCallback, by class name."""
-        known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
-        return [pair for pair in known if hasattr(pair[1], "state") and hasattr(pair[1], "from_state")]
+        known = self._trainer.callback_handler.callbacks
+        return [(type(each).__name__, each) for each in known if _is_stateful(each)]
+
+
+def _is_stateful(callback: Any) -> bool:
+    return hasattr(callback, "state") and hasattr(callback, "from_state")
+
+
+def _names_of_framework(kind: type) -> frozenset[str]:
+    """Returns the names of attributes that the code of a Trainer class sets; subclasses are left out."""
+    return frozenset(
+        instruction.argval
+        for base in kind.__mro__
+        if base.__module__.startswith(("transformers.", "tiercheck."))
+        for each in vars(base).values()
+        if inspect.isfunction(function := inspect.unwrap(each))
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    )
 
 
 @functools.cache

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch.nn.utils import prune
 
-from tiercheck.integrations.callbacks import CallbackWatch
+from tiercheck.integrations.callbacks import FRAMEWORKS, CallbackWatch
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find, reenter
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.plain_attributes import PlainAttributes
 from tiercheck.trainer.training import end_run, name_run
 
 try:
@@ -38,7 +39,8 @@ except ModuleNotFoundError:  # the same under its other name
 
 _ON_THEIR_WAY = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 """The callbacks that change model or optimizers in training, so that an older version may not fit."""
-_PACKAGES = ("lightning", "pytorch_lightning", "tiercheck")
+_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm")
+"""The Trainer's attributes that a script may change in the middle."""
 _AVERAGING = getattr(callbacks, "WeightAveraging", ())
 """The callback with an averaged model that its state_dict lacks; an older Lightning has none."""
 
@@ -60,8 +62,6 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._folder, self._keep, self._run = folder, keep, run
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
-        self._validates = False
-        """True while a validation runs that belongs to the step."""
         self.metrics: dict[str, Any] = {}
         """The metrics logged up to the last validation or epoch, for schedules and callbacks."""
         self.between_epochs = False
@@ -87,12 +87,12 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         found = find(self._folder, self._keep, run)
         progress = _Progress(trainer, pl_module, self)
         for each in (pl_module, *trainer.callbacks):
-            if (package := type(each).on_save_checkpoint.__module__.partition(".")[0]) not in _PACKAGES:
+            if not (module := type(each).on_save_checkpoint.__module__).startswith(FRAMEWORKS):
                 log.warning(
                     "%s.on_save_checkpoint (%s) is not called: give TierCheck `state`, an object with "
                     "state_dict and load_state_dict, if training depends on what it stores",
                     type(each).__name__,
-                    package,
+                    module.partition(".")[0],
                 )
         progress.prune(found.state.get("lightning", {}).get("pruned", ()))
         averaged = [each for each in trainer.callbacks if isinstance(each, _AVERAGING)]
@@ -126,12 +126,13 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             trainer.training = True
             trainer._logger_connector.reset_results()
             trainer._logger_connector.reset_metrics()
-            self.metrics, self._validates = {}, False
+            self.metrics = {}
             for holder, before in self._before:
                 vars(holder).update(before)
             self._restore(trainer)
             trainer._checkpoint_connector.resume_end()  # waits for the others
         self._has_begun = True
+        self._end_batches(trainer)
         trainer._run_stage()
 
     def _restore(self, trainer: Any) -> None:
@@ -214,21 +215,27 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        epoch = trainer.fit_loop.epoch_loop
-        self._add_logged(epoch._results)
-        if epoch.batch_progress.is_last_batch:
-            return  # kept by `begin_epoch`
-        self._validates = (
-            epoch._should_check_val_fx(trainer.fit_loop._data_fetcher) and not epoch.val_loop.skip
-        )
-        if not self._validates:
-            self._end_step(trainer)
+        self._add_logged(trainer.fit_loop.epoch_loop._results)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._validates:
-            self._validates = False
+        if not trainer.sanity_checking:
             self._keep_metrics(trainer)
-            self._end_step(trainer)
+
+    def _end_batches(self, trainer: Any) -> None:
+        """Ends steps when a batch of Lightning's loop has ended: after hooks, validation and schedulers."""
+        loop = trainer.fit_loop.epoch_loop
+        begin, end = loop.on_run_start, loop.on_advance_end
+
+        def on_run_start(*given: Any) -> None:
+            begin(*given)
+            loop.restarting = False  # or it would end the last batch again if a validation followed it
+
+        def on_advance_end(*given: Any) -> None:
+            end(*given)
+            if not loop.batch_progress.is_last_batch:  # that one is kept by `begin_epoch`
+                self._end_step(trainer)
+
+        loop.on_run_start, loop.on_advance_end = on_run_start, on_advance_end
 
     def begin_epoch(self, trainer: Any) -> None:
         """Ends the last step of the previous epoch, after the validation and schedules at its end."""
@@ -307,6 +314,12 @@ class _Progress:
         self._trainer, self._module, self._own = trainer, module, own
         self._metrics = {name: each for name, each in module.named_modules() if hasattr(each, "metric_state")}
         self._watch = CallbackWatch("state_dict and load_state_dict")
+        self._attributes = PlainAttributes(
+            trainer,
+            lambda: [("hparams.", module.hparams), ("trainer.", vars(trainer))],
+            lambda before, name: before == "hparams." or name in _SETTINGS,
+        )
+        self._attributes.begin()
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -326,6 +339,7 @@ class _Progress:
             "callbacks": saved,
             "datamodule": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "pruned": self._list_pruned(),
+            "attributes": self._attributes.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,6 +362,7 @@ class _Progress:
         self._load_schedulers(state["schedulers"])
         if trainer.datamodule is not None and state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
+        self._attributes.load_state_dict(state["attributes"])
 
     def _begin_again(self, callback: Any) -> None:
         """Repeats what Lightning's own callbacks did at the start of an earlier epoch, and do not keep."""

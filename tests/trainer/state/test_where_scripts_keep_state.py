@@ -5,9 +5,12 @@ Each script is left and resumed twice: from a snapshot and the deltas after it, 
 
 from __future__ import annotations
 
+import enum
 import itertools
 import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,46 @@ def numbers_of_modules() -> Script:
     return loop(model, adam(model.parameters()), after=after)
 
 
+class Phase(enum.Enum):
+    WARM_UP = 1.0
+    LATER = 2.0
+
+
+@dataclass
+class Settings:
+    temperature: float = 1.0
+
+
+class KeepsMuch(nn.Module):
+    """Keeps values in what a script of numpy and the standard library would use, and in its settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.counts, self.scale = numpy.zeros(4), numpy.float64(1.0)
+        self.window: deque[float] = deque(maxlen=3)
+        self.seen, self.nested = Counter[int](), {"rates": [0.5, 0.5]}
+        self.phase, self.settings = Phase.WARM_UP, Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[int(self.counts.sum()) % 4] += 1
+        self.scale *= 0.95
+        self.window.append(float(self.counts[0]))
+        self.seen[len(self.window)] += 1
+        self.nested["rates"][0] *= 0.9
+        self.settings.temperature *= 0.9
+        if self.seen[3] > 1:
+            self.phase = Phase.LATER
+        kept = (self.counts[0], self.scale, sum(self.window), self.seen[3], self.nested["rates"][0])
+        done: Tensor = self.layer(x) * float(sum(kept)) * self.phase.value * self.settings.temperature
+        return done
+
+
+def values_in_many_forms() -> Script:
+    model = nn.Sequential(KeepsMuch(), nn.Linear(WIDTH, WIDTH))
+    return loop(model, adam(model.parameters()))
+
+
 def values_in_a_group() -> Script:
     """The script keeps the list and the array that it gave, and changes them in place."""
     model, betas, decay = net(), [0.9, 0.99], numpy.array(0.1)
@@ -221,6 +264,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "values of a group changed in place": values_in_a_group,
     "parameters from a set": parameters_from_a_set,
     "numbers of modules": numbers_of_modules,
+    "values of modules in many forms": values_in_many_forms,
 }
 
 
@@ -318,6 +362,20 @@ class Recurrent(nn.Module):
         return done
 
 
+class KeepsAHistory(nn.Module):
+    """Keeps more than is stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.history: list[float] = [0.0] * 254
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(0.0)
+        done: Tensor = self.layer(x) + len(self.history) / 1000
+        return done
+
+
 class TwoBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -399,6 +457,10 @@ TOLD_ONES = {
         changed_midway(Recurrent, lambda _: None),
         "Attribute: the tensor carried is a plain attribute",
     ),
+    "list that has become long": (
+        changed_midway(KeepsAHistory, lambda _: None),
+        "Attribute: the list history is a plain attribute of a module, changes, and is in no version: keep",
+    ),
     "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
 }
 
@@ -411,7 +473,7 @@ def test_what_will_not_come_back_is_in_the_log_before_the_failure(
     script, checkpointer = started(build, folder=tmp_path, every=1)
     with checkpointer:
         checkpointer.restore()
-        train(script, checkpointer, 4, wait=True)
+        train(script, checkpointer, 6, wait=True)
     if "Order" in message:  # what the order becomes is known once it is read
         _, checkpointer = started(build, seed=77, folder=tmp_path)
         with checkpointer:

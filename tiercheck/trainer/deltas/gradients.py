@@ -7,12 +7,11 @@ DistributedDataParallel), or may be, they are copied at once.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, compress, count, repeat
+from itertools import compress, count
 from operator import attrgetter, is_, not_
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tiercheck.trainer.state.replayable import SCALING
+from tiercheck.trainer.state.values import own_copy, put_back_value
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
@@ -90,25 +90,9 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
     Values that a schedule may write in place (a rate on the device, a list) are copied."""
     return [
-        {key: _own(value) for key, value in group.items() if key != "params"}
+        {key: own_copy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _own(value: Any) -> Any:
-    """Returns a copy of what may be written in place: tensor, list, tuple, dict, array; others unchanged."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)([_own(each) for each in value])
-    if type(value) is dict:
-        return {key: _own(each) for key, each in value.items()}
-    return value.copy() if type(value) is _array_type() else value
-
-
-def _array_type() -> Any:
-    """Returns numpy's class of arrays; None if the script has not imported it."""
-    return getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
 class Recorder:
@@ -311,34 +295,7 @@ def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any
     Tensors are written in place, because schedulers, modules and CUDA graphs refer to them."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
-            group[key] = _put_back(group.get(key), value)
-
-
-def _put_back(present: Any, value: Any) -> Any:
-    """Returns `value`, copied into `present` if possible, as the script may write to that in place."""
-    if isinstance(value, Tensor):
-        return present.copy_(value) if _fits(present, value) else value
-    if type(value) is not type(present):
-        return value
-    if type(value) in (list, tuple):
-        members = [_put_back(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
-        if type(value) is tuple:
-            return tuple(members)
-        present[:] = members
-        return present
-    if type(value) is dict:
-        members_by_key = {key: _put_back(present.get(key), each) for key, each in value.items()}
-        present.clear()
-        present.update(members_by_key)
-        return present
-    if type(value) is _array_type() and _fits(present, value) and present.flags.writeable:
-        present[...] = value
-        return present
-    return value
-
-
-def _fits(present: Any, value: Any) -> bool:
-    return isinstance(present, type(value)) and (present.shape, present.dtype) == (value.shape, value.dtype)
+            group[key] = put_back_value(group.get(key), value)
 
 
 class UpdateHooks:

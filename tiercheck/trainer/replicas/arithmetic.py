@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.trainer.state.aliasing import Wrapped
+from tiercheck.trainer.state.plain_attributes import AttributeWatch
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard
 
 log = logging.getLogger("tiercheck")
@@ -206,7 +207,7 @@ class Arithmetic:
         self._layouts = bucket_layouts(wrapped.replicated)
         self._saved: Mapping[str, str] = {}
         self._first, self._failed = True, False
-        self._hook_states: dict[int, Any] = {}
+        self._hook_states: dict[int, AttributeWatch | None] = {}
         self._watch: Any = None
         self._kept = ""
         self._clears = False
@@ -293,8 +294,8 @@ class Arithmetic:
 
     def _follow_hook(self, hook: Any, state: object) -> None:
         items = state if isinstance(state, dict) else _attributes(state)
-        seen = {key: _mark(value) for key, value in items.items()}
-        if self._hook_states.setdefault(id(state), seen) in (None, seen):
+        watch = self._hook_states.setdefault(id(state), AttributeWatch())
+        if watch is None or not watch.find(items.items()):
             return
         self._hook_states[id(state)] = None
         stored = (part for each in self._stored for part in (each, *_attributes(each).values()))
@@ -332,9 +333,3 @@ def _attributes(holder: object) -> dict[str, Any]:
         name: getattr(holder, name) for name in slots if not name.startswith("__") and hasattr(holder, name)
     }
     return {**held, **getattr(holder, "__dict__", {})}
-
-
-def _mark(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value._version
-    return len(value) if isinstance(value, Sized) else value if isinstance(value, (int, float)) else None

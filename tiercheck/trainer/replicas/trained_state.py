@@ -16,10 +16,13 @@ from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, re
 from tiercheck.trainer.state.capture import BESIDE
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
-from tiercheck.trainer.state.module_attributes import ModuleAttributes
 from tiercheck.trainer.state.optimizer_state import refuse_inner
+from tiercheck.trainer.state.plain_attributes import PlainAttributes, owners_in
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
+
+ATTRIBUTES = "attributes of modules"
+"""The key of `TrainedState.attributes` in the facts of snapshots and deltas."""
 
 
 class TrainedState:
@@ -70,11 +73,13 @@ class TrainedState:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         arithmetic = self.arithmetic = Arithmetic(wrapped, given.values())
-        attributes = self.attributes = ModuleAttributes(
-            {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
-        )
+        tracked = {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
+        attributes = self.attributes = PlainAttributes(self.model, lambda: owners_in(tracked))
         # Without a reference to this object, which must end with its attempt.
-        self.more_facts: Callable[[], dict[str, Any]] = lambda: {**arithmetic.facts(), **attributes.facts()}
+        self.more_facts: Callable[[], dict[str, Any]] = lambda: {
+            **arithmetic.facts(),
+            ATTRIBUTES: attributes.state_dict(),
+        }
         """Returns the facts that snapshots and deltas store beside what their inventories have."""
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.more_facts)
         self.inventories.outer = self.partitions.outer

@@ -35,7 +35,7 @@ from tiercheck.trainer.replicas.equality import (
     were_saved_as_shares,
     were_saved_whole,
 )
-from tiercheck.trainer.replicas.trained_state import TrainedState
+from tiercheck.trainer.replicas.trained_state import ATTRIBUTES, TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
@@ -182,7 +182,7 @@ class Restoring:
         if offer.deltas:
             loaded = self._replay(offer, loaded)
         trained.arithmetic.put_back(loaded.facts)
-        trained.attributes.put_back(loaded.facts)
+        trained.attributes.load_state_dict(loaded.facts.get(ATTRIBUTES, {}))
         trained.partitions.loaded()
         run_load_hooks(trained, loaded.facts)
         loose = list(loose_parameters(trained.optimizers, trained.model))
@@ -248,7 +248,7 @@ class Restoring:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
-        trained.attributes.put_back(content["facts"])
+        trained.attributes.load_state_dict(content["facts"].get(ATTRIBUTES, {}))
         run_load_hooks(trained, content["facts"])
         blob_bytes = len(user_state.pack({}, content))
         return Loaded(offer.version, content, content["facts"], 0, blob_bytes, imported=imported)

@@ -143,11 +143,12 @@ class Capturing:
         facts = {**inventory.facts, TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
-        if name := self._trained.attributes.changed_tensor():
+        if found := self._trained.attributes.changed_unsaved():
+            remedy = "register it as a buffer" if found.startswith("tensor ") else "keep it in `state`"
             self._saver.warn(
                 "Attribute",
-                f"the tensor {name} is a plain attribute of a module, changes, and is in no version: "
-                "register it as a buffer if training depends on it",
+                f"the {found} is a plain attribute of a module, changes, and is in no version: {remedy} if "
+                "training depends on it",
             )
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(

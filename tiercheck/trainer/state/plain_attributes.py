@@ -1,0 +1,257 @@
+"""Tracks plain attributes of objects: counters, flags, rates, short collections and random generators.
+
+No state_dict shows these. A data-dependent initialization sets a flag at the first step, an annealed dropout
+its rate at each. Only what has changed since the script began is stored: the script makes the rest anew,
+perhaps on purpose with other values.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, compress, count
+from operator import itemgetter, ne
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from tiercheck.trainer.state.readable import UNCHANGEABLE, is_readable
+from tiercheck.trainer.state.user_state import generator_state, set_generator
+from tiercheck.trainer.state.values import DICTS, array_type, is_same, mark, own_copy, put_back_value
+
+_MOST = 256
+"""The most values in a collection that is stored, which is compared at each step."""
+_MISSING = object()
+_attributes = itemgetter(1)
+
+Owner = tuple[str, dict[str, Any]]
+"""What the names of some attributes begin with, and the dict that holds them."""
+_Place = tuple[int, str]
+"""The number of an owner, and a name in it."""
+
+_first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""The values that each object had when the first `restore` of this process began."""
+
+
+class PlainAttributes:
+    """Tracks the public plain attributes of a model's modules, or of other objects."""
+
+    def __init__(
+        self,
+        whole: object,
+        owners: Callable[[], Iterable[Owner]],
+        is_tracked: Callable[[str, str], bool] = lambda _, name: name != "training",
+    ) -> None:
+        """`whole`: what all of them belong to. `owners`: lists the dicts that hold them.
+
+        `is_tracked`: of what an owner's names begin with, and a name. `training` of modules is stored by
+        `frozen.modes_of`."""
+        self._whole, self._list_owners, self._is_tracked = whole, owners, is_tracked
+        self._owners: list[Owner] = []
+        self._places: list[_Place] = []
+        self._seen: list[int] = []
+        """The identity of the value at each place."""
+        self._alive: list[Any] = []
+        """The plain values among them, so that no other gets the identity of one; no tensor is kept alive."""
+        self._began: dict[str, Any] = {}
+        """The values with which the script began."""
+        self._changed: dict[str, Any] = {}
+        """Those that are others now, and cannot change in place."""
+        self._collections: dict[_Place, None] = {}
+        self._generators: dict[_Place, None] = {}
+        self._unsaved: dict[_Place, None] = {}
+        self._watch = AttributeWatch()
+
+    def begin(self) -> None:
+        """Records what the script begins with, before a version is loaded."""
+        self._list()
+        now = {
+            f"{self._owners[number][0]}{name}": own_copy(self._owners[number][1][name])
+            for number, name in self._places
+            if self._is_public(self._owners[number][0], name) and (number, name) not in self._unsaved
+        }
+        # A process that goes back begins again with a model that has trained.
+        self._began = _first.setdefault(self._whole, now)
+        self._list()
+        self.changed_unsaved()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the values that are others than at the beginning, and all generators' states, by name."""
+        seen = list(map(id, self._values()))
+        if seen != self._seen:
+            try:
+                if len(seen) != len(self._seen):
+                    self._list()
+                moved = list(compress(count(), map(ne, seen, self._seen)))
+                for at in moved:
+                    self._note(at)
+                if any(_is_record(self._value(at)) for at in moved):
+                    self._list()  # it is an owner
+            except KeyError:  # one was removed, another one added
+                self._list()
+        return {
+            "values": {
+                **self._changed,
+                **{
+                    path: own_copy(value)
+                    for path, value in self._named(self._collections)
+                    if self._is_other(path, value) and is_stored(value)
+                },
+            },
+            "generators": {path: generator_state(each) for path, each in self._named(self._generators)},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, in the objects that are here."""
+        owners = dict(self._owners)
+        generators = state.get("generators", {})
+        for path, value in {**state.get("values", {}), **generators}.items():
+            before, point, name = path.rpartition(".")
+            if (owner := owners.get(before + point)) is None:
+                continue
+            if path in generators:
+                set_generator(owner.get(name), value)
+            else:
+                owner[name] = put_back_value(owner.get(name), value)
+
+    def changed_unsaved(self) -> str:
+        """Returns the kind and the name of an attribute that changes and is in no version; empty: none."""
+        grown = [each for each in self._named(self._collections) if not is_stored(each[1])]
+        return self._watch.find(self._named(self._unsaved) + grown)
+
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, map(_attributes, self._owners)))
+
+    def _named(self, places: Iterable[_Place]) -> list[tuple[str, Any]]:
+        found = ((*self._owners[number], name) for number, name in places)
+        return [(f"{before}{name}", owner[name]) for before, owner, name in found if name in owner]
+
+    def _value(self, at: int) -> Any:
+        number, name = self._places[at]
+        return self._owners[number][1][name]
+
+    def _list(self) -> None:
+        self._owners = list(self._list_owners())
+        self._places = [(number, name) for number, (_, owner) in enumerate(self._owners) for name in owner]
+        self._seen, self._alive = [0] * len(self._places), [None] * len(self._places)
+        self._changed, self._collections, self._generators, self._unsaved = {}, {}, {}, {}
+        for at in range(len(self._places)):
+            self._note(at)
+
+    def _note(self, at: int) -> None:
+        """Notes what is at a place now. Raises KeyError."""
+        number, name = place = self._places[at]
+        before, owner = self._owners[number]
+        path, value = f"{before}{name}", owner[name]
+        is_constant = _is_constant(value)
+        self._seen[at], self._alive[at] = id(value), value if is_constant else None
+        if not self._is_public(before, name):
+            return
+        for each in (self._collections, self._generators, self._unsaved):
+            each.pop(place, None)
+        self._changed.pop(path, None)
+        if is_constant:
+            if self._is_other(path, value):
+                self._changed[path] = value
+        elif is_stored(value):
+            self._collections[place] = None
+        elif generator_state(value) is not None:
+            self._generators[place] = None
+        # What weight norm and pruning compute of a parameter: `weight` of `weight_orig`.
+        elif not any(key.startswith(f"{name}_") for key in owner.get("_parameters", ())):
+            self._unsaved[place] = None
+
+    def _is_public(self, before: str, name: str) -> bool:
+        return not name.startswith("_") and self._is_tracked(before, name)
+
+    def _is_other(self, path: str, value: Any) -> bool:
+        return not is_same(value, self._began.get(path, _MISSING))
+
+
+class AttributeWatch:
+    """Finds attributes that change, where no version has them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Any] = {}
+
+    def find(self, attributes: Iterable[tuple[str, Any]]) -> str:
+        """Returns the kind and the name of the first that is not what it was when first seen; empty: none."""
+        found = ""
+        for name, value in attributes:
+            now = mark(value)
+            if self._seen.setdefault(name, now) != now:
+                found = found or f"{_kind(value)} {name}"
+        return found
+
+
+def owners_in(modules: Mapping[str, nn.Module]) -> Iterator[Owner]:
+    """Yields the attributes of all modules, and of the objects in these that are nothing but plain values.
+
+    `modules`: by what the names of their attributes begin with."""
+    known: set[int] = set()
+    for before, whole in modules.items():
+        for path, module in whole.named_modules():
+            start = f"{before}{path}.".lstrip(".")
+            yield start, vars(module)
+            for name, value in vars(module).items():
+                # Such as a configuration, which a script may change in the middle.
+                if not name.startswith("_") and id(value) not in known and _is_record(value):
+                    known.add(id(value))
+                    yield f"{start}{name}.", vars(value)
+
+
+def is_stored(value: Any) -> bool:
+    """Returns whether it is a plain value, or a short collection of such, and could be read back."""
+    return type(value) in UNCHANGEABLE or (_count(value) <= _MOST and is_readable(value))
+
+
+def _is_record(value: Any) -> bool:
+    if isinstance(value, (nn.Module, Tensor, type, ModuleType)) or callable(value) or _is_scalar(value):
+        return False
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and bool(attributes) and all(map(is_stored, attributes.values()))
+
+
+def _is_constant(value: Any) -> bool:
+    """Returns whether it is stored, and cannot change in place."""
+    kind = type(value)
+    if kind is tuple:
+        return len(value) <= _MOST and UNCHANGEABLE.issuperset(map(type, value))
+    return kind in UNCHANGEABLE or (_is_scalar(value) and is_readable(value))
+
+
+def _is_scalar(value: Any) -> bool:
+    """Returns whether it is a member of an Enum or a number of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, enum.Enum) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+def _count(value: Any) -> int:
+    """Returns the number of values in a collection; more than `_MOST` for what is none."""
+    kind = type(value)
+    if kind in UNCHANGEABLE or _is_scalar(value):
+        return 1
+    if kind is array_type():
+        return _MOST + 1 if value.dtype.hasobject else 1 + value.nbytes // 8
+    members: Iterable[Any]
+    if kind in (list, set, frozenset, deque) or isinstance(value, tuple):
+        members = value
+    elif kind in DICTS:
+        members = chain(value, value.values())
+    else:
+        return _MOST + 1
+    counted = 1 + len(value)
+    for each in members:
+        if counted > _MOST:
+            break
+        counted += type(each) not in UNCHANGEABLE and _count(each)
+    return counted
+
+
+def _kind(value: Any) -> str:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return "tensor" if isinstance(first, Tensor) else type(value).__name__

@@ -1,0 +1,99 @@
+"""Copies, restores and compares values that a script may write in place: collections, arrays, tensors."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import chain, repeat
+from typing import Any
+
+from torch import Tensor, nn
+
+from tiercheck.trainer.state.readable import UNCHANGEABLE
+
+DICTS = (dict, OrderedDict, Counter, defaultdict)
+_COPIED = {set, deque, *DICTS[1:]}
+_LARGEST = 65536
+"""Bytes. Of a larger array the content is not compared."""
+
+
+def own_copy(value: Any) -> Any:
+    """Returns a copy of what may be written in place: tensor, collection, array; others unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([own_copy(each) for each in value])
+    if kind is dict:
+        return {key: own_copy(each) for key, each in value.items()}
+    return value.copy() if kind in _COPIED or kind is array_type() else value
+
+
+def put_back_value(present: Any, value: Any) -> Any:
+    """Returns `value`, copied into `present` if possible, as the script may write to that in place."""
+    if isinstance(value, Tensor):
+        return present.copy_(value) if _fits(present, value) else value
+    kind = type(value)
+    if kind is not type(present):
+        return value
+    if kind in (list, tuple):
+        members = [put_back_value(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
+        if kind is tuple:
+            return tuple(members)
+        present[:] = members
+        return present
+    if kind in DICTS:
+        members_by_key = {key: put_back_value(present.get(key), each) for key, each in value.items()}
+        present.clear()
+        present.update(members_by_key)
+        return present
+    if kind in (set, deque) and getattr(present, "maxlen", None) == getattr(value, "maxlen", None):
+        members = list(value)
+        present.clear()
+        (present.update if kind is set else present.extend)(members)
+        return present
+    if kind is array_type() and _fits(present, value) and present.flags.writeable:
+        present[...] = value
+        return present
+    return value
+
+
+def _fits(present: Any, value: Any) -> bool:
+    return isinstance(present, type(value)) and (present.shape, present.dtype) == (value.shape, value.dtype)
+
+
+def array_type() -> Any:
+    """Returns numpy's class of arrays; None if the script has not imported it."""
+    return getattr(sys.modules.get("numpy"), "ndarray", None)
+
+
+def is_same(value: Any, before: Any) -> bool:
+    """Returns whether two plain values, or collections of such, are equal."""
+    if value is before:
+        return True
+    if type(value) is not type(before):
+        return False
+    if type(value) is array_type():
+        return value.dtype == before.dtype and value.shape == before.shape and bool((value == before).all())
+    if type(value) in DICTS:  # of which the order counts too
+        return list(value) == list(before) and all(map(is_same, value.values(), before.values()))
+    if type(value) in (list, tuple):
+        return len(value) == len(before) and all(map(is_same, value, before))
+    return bool(value == before)
+
+
+def mark(value: Any) -> Any:
+    """Returns what shows that a value has changed; the type alone for what is no data."""
+    if isinstance(value, nn.Module):
+        value = next(value.parameters(), None)
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        first = next(iter(value.values() if isinstance(value, dict) else value), None)
+        return type(value), len(value), mark(first) if isinstance(first, Tensor) else None
+    if type(value) is array_type() and not value.dtype.hasobject and value.nbytes <= _LARGEST:
+        return value.dtype, value.shape, zlib.crc32(value.tobytes())
+    # In a tuple NaN is equal to itself.
+    return (value,) if type(value) in UNCHANGEABLE or isinstance(value, enum.Enum) else type(value)
