@@ -29,7 +29,7 @@ _MISSING = object()
 _attributes = itemgetter(1)
 
 Owner = tuple[str, dict[str, Any]]
-"""What the names of some attributes begin with, and the dict that holds them."""
+"""The beginning of the names of some attributes, and the dict that holds them."""
 _Place = tuple[int, str]
 """The number of an owner, and a name in it."""
 
@@ -52,7 +52,11 @@ class PlainAttributes:
         `frozen.modes_of`."""
         self._whole, self._list_owners, self._is_tracked = whole, owners, is_tracked
         self._owners: list[Owner] = []
+        self._lengths: list[int] = []
+        """The number of values of each owner, public or not: a change shows that one came or went."""
         self._places: list[_Place] = []
+        self._held: list[tuple[dict[str, Any], str]] = []
+        """The owner itself and the name of each place."""
         self._seen: list[int] = []
         """The identity of the value at each place."""
         self._alive: list[Any] = []
@@ -60,7 +64,7 @@ class PlainAttributes:
         self._began: dict[str, Any] = {}
         """The values with which the script began."""
         self._changed: dict[str, Any] = {}
-        """Those that are others now, and cannot change in place."""
+        """The values that are others now, and cannot change in place."""
         self._collections: dict[_Place, None] = {}
         self._generators: dict[_Place, None] = {}
         self._unsaved: dict[_Place, None] = {}
@@ -69,11 +73,8 @@ class PlainAttributes:
     def begin(self) -> None:
         """Records what the script begins with, before a version is loaded."""
         self._list()
-        now = {
-            f"{self._owners[number][0]}{name}": own_copy(self._owners[number][1][name])
-            for number, name in self._places
-            if self._is_public(self._owners[number][0], name) and (number, name) not in self._unsaved
-        }
+        stored = (place for place in self._places if place not in self._unsaved)
+        now = {path: own_copy(value) for path, value in self._named(stored)}
         # A process that goes back begins again with a model that has trained.
         self._began = _first.setdefault(self._whole, now)
         self._list()
@@ -81,18 +82,14 @@ class PlainAttributes:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that are others than at the beginning, and all generators' states, by name."""
-        seen = list(map(id, self._values()))
-        if seen != self._seen:
-            try:
-                if len(seen) != len(self._seen):
-                    self._list()
-                moved = list(compress(count(), map(ne, seen, self._seen)))
-                for at in moved:
-                    self._note(at)
-                if any(_is_record(self._value(at)) for at in moved):
-                    self._list()  # it is an owner
-            except KeyError:  # one was removed, another one added
-                self._list()
+        try:
+            seen = [id(owner[name]) for owner, name in self._held]
+            if list(map(len, map(_attributes, self._owners))) != self._lengths:
+                raise KeyError("one was added")
+            if seen != self._seen:
+                self._note_changes(list(compress(count(), map(ne, seen, self._seen))))
+        except KeyError:
+            self._list()
         return {
             "values": {
                 **self._changed,
@@ -123,34 +120,37 @@ class PlainAttributes:
         grown = [each for each in self._named(self._collections) if not is_stored(each[1])]
         return self._watch.find(self._named(self._unsaved) + grown)
 
-    def _values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, map(_attributes, self._owners)))
-
     def _named(self, places: Iterable[_Place]) -> list[tuple[str, Any]]:
         found = ((*self._owners[number], name) for number, name in places)
         return [(f"{before}{name}", owner[name]) for before, owner, name in found if name in owner]
 
-    def _value(self, at: int) -> Any:
-        number, name = self._places[at]
-        return self._owners[number][1][name]
-
     def _list(self) -> None:
         self._owners = list(self._list_owners())
-        self._places = [(number, name) for number, (_, owner) in enumerate(self._owners) for name in owner]
+        self._lengths = [len(owner) for _, owner in self._owners]
+        self._places = [
+            (number, name)
+            for number, (before, owner) in enumerate(self._owners)
+            for name in owner
+            if not name.startswith("_") and self._is_tracked(before, name)
+        ]
+        self._held = [(self._owners[number][1], name) for number, name in self._places]
         self._seen, self._alive = [0] * len(self._places), [None] * len(self._places)
         self._changed, self._collections, self._generators, self._unsaved = {}, {}, {}, {}
         for at in range(len(self._places)):
             self._note(at)
 
+    def _note_changes(self, places: list[int]) -> None:
+        for at in places:
+            self._note(at)
+        if any(_is_record(owner[name]) for owner, name in map(self._held.__getitem__, places)):
+            self._list()  # it is an owner
+
     def _note(self, at: int) -> None:
         """Notes what is at a place now. Raises KeyError."""
-        number, name = place = self._places[at]
-        before, owner = self._owners[number]
-        path, value = f"{before}{name}", owner[name]
+        place, (owner, name) = self._places[at], self._held[at]
+        path, value = f"{self._owners[place[0]][0]}{name}", owner[name]
         is_constant = _is_constant(value)
         self._seen[at], self._alive[at] = id(value), value if is_constant else None
-        if not self._is_public(before, name):
-            return
         for each in (self._collections, self._generators, self._unsaved):
             each.pop(place, None)
         self._changed.pop(path, None)
@@ -164,9 +164,6 @@ class PlainAttributes:
         # What weight norm and pruning compute of a parameter: `weight` of `weight_orig`.
         elif not any(key.startswith(f"{name}_") for key in owner.get("_parameters", ())):
             self._unsaved[place] = None
-
-    def _is_public(self, before: str, name: str) -> bool:
-        return not name.startswith("_") and self._is_tracked(before, name)
 
     def _is_other(self, path: str, value: Any) -> bool:
         return not is_same(value, self._began.get(path, _MISSING))
