@@ -16,9 +16,7 @@ optimizer that are there. Needs transformers 5 (the methods in `_NEEDED`).
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
-import inspect
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
 from tiercheck.trainer.inprocess.steps import refuse_reentry
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.plain_attributes import PlainAttributes
+from tiercheck.trainer.state.plain_attributes import PlainAttributes, names_set_by
 from tiercheck.trainer.state.readable import is_readable
 from tiercheck.trainer.training import end_run, name_run
 
@@ -317,10 +315,11 @@ class _TrainerState:
         self._trainer = trainer
         self._watch = CallbackWatch("state() and from_state()")
         # A callback may change an argument in the middle, and a subclass may keep numbers of its own.
-        others = {*_LENGTHS, *_names_of_framework(type(trainer))}
+        kind: Any = type(trainer)
+        others = {*_LENGTHS, *names_set_by(kind, of=("transformers.", "tiercheck."))}
         self._attributes = PlainAttributes(
             trainer,
-            lambda: [("args.", trainer.args.__dict__), ("", trainer.__dict__)],
+            lambda: [("args.", trainer.args.__dict__, ()), ("", trainer.__dict__, ())],
             lambda _, name: name not in others,
         )
         self._attributes.begin()
@@ -390,19 +389,6 @@ class _TrainerState:
 
 def _is_stateful(callback: Any) -> bool:
     return hasattr(callback, "state") and hasattr(callback, "from_state")
-
-
-def _names_of_framework(kind: type) -> frozenset[str]:
-    """Returns the names of attributes that the code of a Trainer class sets; subclasses are left out."""
-    return frozenset(
-        instruction.argval
-        for base in kind.__mro__
-        if base.__module__.startswith(("transformers.", "tiercheck."))
-        for each in vars(base).values()
-        if inspect.isfunction(function := inspect.unwrap(each))
-        for instruction in dis.get_instructions(function)
-        if instruction.opname == "STORE_ATTR"
-    )
 
 
 @functools.cache

@@ -210,6 +210,7 @@ class KeepsMuch(nn.Module):
         self.window: deque[float] = deque(maxlen=3)
         self.seen, self.nested = Counter[int](), {"rates": [0.5, 0.5]}
         self.phase, self.settings = Phase.WARM_UP, Settings()
+        self._private = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts[int(self.counts.sum()) % 4] += 1
@@ -218,9 +219,11 @@ class KeepsMuch(nn.Module):
         self.seen[len(self.window)] += 1
         self.nested["rates"][0] *= 0.9
         self.settings.temperature *= 0.9
+        self._private *= 0.9
         if self.seen[3] > 1:
             self.phase = Phase.LATER
-        kept = (self.counts[0], self.scale, sum(self.window), self.seen[3], self.nested["rates"][0])
+        kept = [self.counts[0], self.scale, sum(self.window), self.seen[3], self.nested["rates"][0]]
+        kept += [self._private]
         done: Tensor = self.layer(x) * float(sum(kept)) * self.phase.value * self.settings.temperature
         return done
 

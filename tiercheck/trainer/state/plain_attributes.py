@@ -7,10 +7,13 @@ perhaps on purpose with other values.
 
 from __future__ import annotations
 
+import dis
 import enum
+import functools
+import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, compress, count
 from operator import itemgetter, ne
 from types import ModuleType
@@ -28,8 +31,10 @@ _MOST = 256
 _MISSING = object()
 _attributes = itemgetter(1)
 
-Owner = tuple[str, dict[str, Any]]
-"""The beginning of the names of some attributes, and the dict that holds them."""
+Owner = tuple[str, dict[str, Any], Collection[str]]
+"""The beginning of the names of some attributes, the dict that holds them, and which private ones count."""
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.")
+"""The modules whose classes keep private attributes of no meaning to a script."""
 _Place = tuple[int, str]
 """The number of an owner, and a name in it."""
 
@@ -38,7 +43,9 @@ _first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 class PlainAttributes:
-    """Tracks the public plain attributes of a model's modules, or of other objects."""
+    """Tracks the plain attributes of a model's modules, or of other objects.
+
+    Of private ones, only those that the script's own classes set."""
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class PlainAttributes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, in the objects that are here."""
-        owners = dict(self._owners)
+        owners = {before: owner for before, owner, _ in self._owners}
         generators = state.get("generators", {})
         for path, value in {**state.get("values", {}), **generators}.items():
             before, point, name = path.rpartition(".")
@@ -121,17 +128,17 @@ class PlainAttributes:
         return self._watch.find(self._named(self._unsaved) + grown)
 
     def _named(self, places: Iterable[_Place]) -> list[tuple[str, Any]]:
-        found = ((*self._owners[number], name) for number, name in places)
+        found = ((*self._owners[number][:2], name) for number, name in places)
         return [(f"{before}{name}", owner[name]) for before, owner, name in found if name in owner]
 
     def _list(self) -> None:
         self._owners = list(self._list_owners())
-        self._lengths = [len(owner) for _, owner in self._owners]
+        self._lengths = [len(owner) for _, owner, _ in self._owners]
         self._places = [
             (number, name)
-            for number, (before, owner) in enumerate(self._owners)
+            for number, (before, owner, private) in enumerate(self._owners)
             for name in owner
-            if not name.startswith("_") and self._is_tracked(before, name)
+            if (name in private or not name.startswith("_")) and self._is_tracked(before, name)
         ]
         self._held = [(self._owners[number][1], name) for number, name in self._places]
         self._seen, self._alive = [0] * len(self._places), [None] * len(self._places)
@@ -193,12 +200,29 @@ def owners_in(modules: Mapping[str, nn.Module]) -> Iterator[Owner]:
     for before, whole in modules.items():
         for path, module in whole.named_modules():
             start = f"{before}{path}.".lstrip(".")
-            yield start, vars(module)
+            kind: Any = type(module)
+            yield start, vars(module), names_set_by(kind, without=_LIBRARIES)
             for name, value in vars(module).items():
                 # Such as a configuration, which a script may change in the middle.
                 if not name.startswith("_") and id(value) not in known and _is_record(value):
                     known.add(id(value))
-                    yield f"{start}{name}.", vars(value)
+                    yield f"{start}{name}.", vars(value), ()
+
+
+@functools.cache
+def names_set_by(kind: type, of: tuple[str, ...] = ("",), without: tuple[str, ...] = ()) -> frozenset[str]:
+    """Returns the names of attributes that methods of a class and of its bases set.
+
+    `of`, `without`: the beginnings of the names of the modules with the bases that count, and do not."""
+    return frozenset(
+        instruction.argval
+        for base in kind.__mro__
+        if (module := f"{base.__module__}.").startswith(of) and not module.startswith(without)
+        for each in vars(base).values()
+        if inspect.isfunction(function := inspect.unwrap(getattr(each, "fset", None) or each))
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    )
 
 
 def is_stored(value: Any) -> bool:
