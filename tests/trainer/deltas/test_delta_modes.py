@@ -38,6 +38,7 @@ from tiercheck.trainer.deltas.encoding import (
     look_sparse,
     may_be_sparse,
 )
+from tiercheck.trainer.deltas.watch import VersionCounters
 
 
 class Lion(Optimizer):
@@ -252,6 +253,55 @@ def test_parameters_that_move_outside_the_optimizer_end_deltas(
         checkpointer.wait(DEADLINE)
     checkpointer.close()
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [3, 5, 7]
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert "something else than the optimizer" in said.message
+
+
+def of_each_parameter(count: int) -> Build:
+    """As where an optimizer updates its parameter during the backward pass."""
+
+    def build() -> Script:
+        model = nn.ParameterList(torch.randn(4) for _ in range(count))
+        optimizers = [torch.optim.SGD([each], lr=1e-2, momentum=0.9) for each in model]
+        return loop(model, *optimizers, loss_of=lambda model: sum(each.square().sum() for each in model))
+
+    return build
+
+
+def test_optimizers_of_each_parameter_read_every_parameter_a_few_times(
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    known = VersionCounters.read
+
+    def counted(counters: VersionCounters) -> list[int]:
+        found = known(counters)
+        read.append(len(found))
+        return found
+
+    running, checkpointer = trained(of_each_parameter(40), 6, every=3)
+    monkeypatch.setattr(VersionCounters, "read", counted)
+    train(running, checkpointer, 1, wait=True)
+    monkeypatch.undo()
+    checkpointer.close()
+    assert 7 in delta_sidecar.completed(Kind.DELTA)
+    assert 0 < sum(read) < 40 * 2 * 10  # parameters, each with a tensor of state
+
+
+def test_parameter_of_another_optimizer_that_moves_between_two_updates_ends_deltas(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
+    def build() -> Script:
+        script = of_each_parameter(2)()
+
+        def decay(*_: object) -> None:
+            script.model[1].data.mul_(0.9)  # type: ignore[index, union-attr, operator]
+
+        script.optimizers[0].register_step_post_hook(decay)
+        return script
+
+    saved(build, 8, every=2)
+    assert delta_sidecar.completed(Kind.DELTA) == {}
     (said,) = delta_sidecar.asked("no-deltas")
     assert "something else than the optimizer" in said.message
 

@@ -19,6 +19,7 @@ from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.deltas.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.deltas.gradients import Event
+from tiercheck.trainer.deltas.watch import Mark
 from tiercheck.trainer.replicas.replicas import Replicas, cut, share_of
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.state.user_state import Packed
@@ -42,7 +43,7 @@ class Delta(Pending):
     blob: Packed
     threads: int
     """The number of torch's threads in the training thread."""
-    seen: list[int]
+    seen: Mark
     """The result of `Watch.read` at the end of the step."""
     only_measure: bool = False
     """True if only its size is needed, to reserve slots; there is no chain yet that it could continue."""

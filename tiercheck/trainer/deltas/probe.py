@@ -129,14 +129,16 @@ class Probes:
         # limit.
         share = SAMPLE_BYTES // max(1, sum(map(is_known, optimizers)))
         self._probes = [Probe(each, share if is_known(each) else SAMPLE_BYTES) for each in optimizers]
+        self._believed = False
 
     def __getitem__(self, index: int) -> Probe:
         return self._probes[index]
 
     @property
     def believed(self) -> bool:
-        """Returns whether every optimizer is trusted."""
-        return all(probe.believed for probe in self._probes)
+        """Returns whether every optimizer is trusted, which each stays once it is."""
+        self._believed = self._believed or all(probe.believed for probe in self._probes)
+        return self._believed
 
 
 def _step(clones: Clones) -> None:

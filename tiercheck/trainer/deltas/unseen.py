@@ -121,6 +121,7 @@ class UnregisteredOptimizers:
         """`modules`, `optimizers`, `state`: the saved objects."""
         self._modules = modules
         self._optimizers = optimizers
+        self._given = {*map(id, optimizers)}
         self._state = list(state)
         self._warn = warn
         self._updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -128,7 +129,7 @@ class UnregisteredOptimizers:
 
     def updated(self, optimizer: Optimizer, *_: object) -> None:
         """Handles the end of a step of any optimizer in the process. Never raises."""
-        if torch.compiler.is_compiling() or any(optimizer is each for each in self._optimizers):
+        if torch.compiler.is_compiling() or id(optimizer) in self._given:
             return
         try:
             self._count(optimizer)

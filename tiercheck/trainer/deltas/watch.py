@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -54,49 +54,88 @@ class VersionCounters:
         return {number for number, old, new in zip(numbers, before, after, strict=True) if old != new}
 
 
+Mark = list[list[int]]
+"""A reading of a `Watch`: one list for each of its parts."""
+
+
 class Watch:
-    """Watches all parameters of the model and all state of the optimizers for changes."""
+    """Watches all parameters of the model and all state of the optimizers for changes.
+
+    Each optimizer is a part of its own, because scripts may have one for every parameter: to read all of them
+    at each update of one would take the square of their number. What no optimizer has is the last part.
+    """
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()
     ) -> None:
         """`sent`: parameters that other ranks may update and send here through `.data`."""
         self._optimizers = optimizers
+        trained = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+        known = {id(parameter) for each in trained for parameter in each}
+        states = {id(each.state) for each in optimizers}
+        self._whole = len(known) < sum(map(len, trained)) or len(states) < len(optimizers)
+        """True if optimizers share something, so that one changes what belongs to another: one part then."""
+        if self._whole:
+            trained = [[*chain.from_iterable(trained)]]
+        others = {*map(id, sent)} - known
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+        owners = [[*optimizers]] if self._whole else [[each] for each in optimizers]
+        self._parts = [
+            _Part(parameters, of, others)
+            for parameters, of in zip([*trained, rest], [*owners, []], strict=True)
+        ]
+
+    def read(self) -> Mark:
+        """Returns a reading, equal to another one if nothing was changed in place or replaced in between."""
+        return [part.read() for part in self._parts]
+
+    def is_changed(self, mark: Mark, index: int) -> bool:
+        """Returns whether what belongs to one optimizer has changed since a reading."""
+        number = 0 if self._whole else index
+        return mark[number] != self._parts[number].read()
+
+    def read_again(self, mark: Mark, index: int) -> None:
+        """Sets in a reading what belongs to one optimizer."""
+        number = 0 if self._whole else index
+        mark[number] = self._parts[number].read()
+
+    def elsewhere(self) -> Callable[[Mark], bool]:
+        """Returns a function, for another thread, that compares the state with a result of `read`."""
+        parts = [part.elsewhere() for part in self._parts]
+        listed = trained_parameters(self._optimizers)
+        return lambda before: (
+            [part.read() for part in parts] == before and trained_parameters(self._optimizers) == listed
+        )
+
+
+class _Part:
+    """Parameters that are read together, and what their optimizers keep."""
+
+    def __init__(
+        self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer], others: Container[int]
+    ) -> None:
+        """`others`: the identities of parameters whose bytes are not compared."""
+        self._optimizers = optimizers
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
-        known: dict[int, Tensor] = {}
-        for parameter in (
-            *model.parameters(),
-            *(p for o in optimizers for g in o.param_groups for p in g["params"]),
-        ):
-            if not is_lazy(parameter) and not parameter.is_inference():
-                known[id(parameter)] = parameter
+        known = {id(each): each for each in parameters if not is_lazy(each) and not each.is_inference()}
         self._parameters = VersionCounters(list(known.values()))
-        others = {*map(id, sent)}.difference(*trained_parameters(optimizers))
         watched = [parameter for parameter in known.values() if id(parameter) not in others]
         shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
         self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
         self._sampler = Sampler()
 
     def read(self) -> list[int]:
-        """Returns a reading, equal to another one if nothing was changed in place or replaced in between.
-
-        This runs three times in every step."""
         found = self._parameters.read()
         for kept in self._kept:
             found += kept.read()
-        found.append(self.bytes())
+        found.append(self._sampler.take(self._seen).sum())
         return found
 
-    def bytes(self) -> int:
-        """Returns a checksum of the sample."""
-        return self._sampler.take(self._seen).sum()
-
-    def elsewhere(self) -> Callable[[list[int]], bool]:
-        """Returns a function, for another thread, that compares the state with a result of `read`."""
+    def elsewhere(self) -> _Part:
+        """Returns the same part, for another thread."""
         other = copy.copy(self)
         other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
-        listed = trained_parameters(self._optimizers)
-        return lambda before: other.read() == before and trained_parameters(self._optimizers) == listed
+        return other
 
 
 def trained_parameters(optimizers: Sequence[Optimizer]) -> list[list[int]]:

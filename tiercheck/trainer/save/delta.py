@@ -33,6 +33,7 @@ from tiercheck.trainer.deltas.delta_format import (
     replay_blob,
 )
 from tiercheck.trainer.deltas.unseen import UntrackedTensors
+from tiercheck.trainer.deltas.watch import Mark
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.slot_context import Cancelled, Job, SaveContext
@@ -175,7 +176,7 @@ class Script:
     planner: Planner
     copy_at_once: Callable[[int, Sequence[int]], None]
     """A function called with an optimizer's gradients that were overwritten while they were read."""
-    is_still: Callable[[list[int]], bool]
+    is_still: Callable[[Mark], bool]
     """The function returned by `Watch.elsewhere`."""
     untracked: UntrackedTensors
 

@@ -20,7 +20,7 @@ from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.deltas.delta_format import Delta, Planner
 from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.deltas.probe import ProbeRefused, Probes
-from tiercheck.trainer.deltas.watch import Tree, Watch, trained_parameters
+from tiercheck.trainer.deltas.watch import Mark, Tree, Watch, trained_parameters
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.save.delta import ASKED_AGAIN, Script
 from tiercheck.trainer.save.saver import Saver
@@ -57,7 +57,7 @@ class Deltas:
         self._probing = False
         self._first = 0
         self._doubtful = False
-        self._mark: list[int] | None = None
+        self._mark: Mark | None = None
         self._outside = ""
         self._outside_count = self._others_in_a_row = 0
         self._given_up = False
@@ -121,7 +121,8 @@ class Deltas:
         if not self._recording:
             self._missed = True
             return
-        self._compare("before the update")
+        if self._mark is not None and self._watch.is_changed(self._mark, index):
+            self._outside = "before the update"
         given = [value for value in (*arguments[1:], *named.values()) if value is not None]
         self._late = bool(given)
         if not given:
@@ -145,7 +146,10 @@ class Deltas:
         self._recorder.after(index)
         if self._probing and event is not None:
             self._judge(lambda: self._probes[index].after(event))
-        self._mark = self._watch.read()
+        if self._mark is None:
+            self._mark = self._watch.read()
+        else:
+            self._watch.read_again(self._mark, index)
 
     def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         """Returns the delta of the ending step, if one is to be taken. `poisoned`: its loss is not finite."""
@@ -193,7 +197,7 @@ class Deltas:
             self._skip(step, reaches and accepted, poisoned, inexact or outside)
             return None
         try:
-            return self._delta(step, events, changed, state, seen=self._mark, measure=measure)
+            return self._delta(step, events, changed, state, seen=[*self._mark], measure=measure)
         except NotCapturable as error:
             self._skip(step, True, False, str(error))
             return None
@@ -242,7 +246,7 @@ class Deltas:
         changed: list[tuple[str, Tensor]],
         state: user_state.State,
         *,
-        seen: list[int],
+        seen: Mark,
         measure: bool,
     ) -> Delta:
         modes = self._modes.facts(self.evaluating)
@@ -300,10 +304,6 @@ class Deltas:
             look()
         except ProbeRefused as refused:
             self.give_up(str(refused), doubtful=True)
-
-    def _compare(self, when: str) -> None:
-        if self._mark is not None and self._mark != self._watch.read():
-            self._outside = when
 
     def _skip(self, step: int, due: bool, poisoned: bool, inexact: str) -> None:
         """Skips the delta of a step. `due`: this ends a chain."""
