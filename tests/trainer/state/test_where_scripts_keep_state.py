@@ -624,3 +624,21 @@ def test_weight_that_is_computed_of_a_parameter_is_no_tensor_in_the_log(
         checkpointer.restore()
         train(script, checkpointer, 3, wait=True)
     assert "Attribute" not in caplog.text
+
+
+@pytest.mark.parametrize("wrap", ["Fabric", "Trainer"])
+def test_wrapper_of_lightnings_is_taken_off_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrap: str
+) -> None:
+    pytest.importorskip("lightning")
+    from lightning.fabric.strategies import SingleDeviceStrategy
+    from lightning.fabric.wrappers import _FabricOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = net()
+    inner = adam(model.parameters())
+    strategy = SingleDeviceStrategy("cpu")
+    outer: Any = _FabricOptimizer(inner, strategy) if "Fabric" in wrap else LightningOptimizer(inner)
+    checkpointer = Checkpointer(model, outer, folder=tmp_path)
+    checkpointer.close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

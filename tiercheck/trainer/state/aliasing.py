@@ -101,7 +101,8 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
             yield name, buffer, False
 
 
-_FRAMEWORKS = {"AcceleratedOptimizer", "LightningOptimizer"}
+_FRAMEWORKS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
+"""Lightning gives each object a class of its own below these, named after the optimizer inside."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
 
     Only the former calls its hooks. Raises TypeError, NotCapturable.
     """
-    while type(optimizer).__name__ in _FRAMEWORKS:
+    while not _FRAMEWORKS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
