@@ -642,3 +642,28 @@ def test_wrapper_of_lightnings_is_taken_off_without_a_word(
     checkpointer = Checkpointer(model, outer, folder=tmp_path)
     checkpointer.close()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def scheduled(given: bool) -> Callable[[], Script]:
+    """Its rate falls after the steps that a restore repeats, which are therefore equal."""
+
+    def build() -> Script:
+        model = net()
+        optimizer = adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        script = loop(model, optimizer, after=lambda _: scheduler.step())
+        script.state.update({"scheduler": scheduler} if given else {})
+        return script
+
+    return build
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_scheduler_that_is_not_in_state_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool
+) -> None:
+    script, checkpointer = started(scheduled(given), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2, wait=True)
+    assert caplog.text.count("Schedule: a scheduler sets the learning rate of AdamW") == (not given)

@@ -103,6 +103,7 @@ _LOOKS = 2
 """The number of updates at which an optimizer is examined: some create state only at the second."""
 _LASTING = 100
 """The number of updates after which an optimizer is not temporary, such as one of an inner loop."""
+_INTEGRATIONS = "tiercheck.integrations"
 _DEEP, _MANY = 5, 10_000
 """The depth and the number of the script's objects in which an optimizer is searched for."""
 _PLAIN = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
@@ -150,6 +151,14 @@ class UnregisteredOptimizers:
             ),
             "",
         )
+
+    def find_forgotten_schedule(self) -> str:
+        """Returns the class of an optimizer whose scheduler is not in the script's `state`; empty: none."""
+        if any(type(each).__module__.startswith(_INTEGRATIONS) for each in self._state):
+            return ""  # they save the schedulers of their framework
+        own = [each for each in self._state if not type(each).__module__.startswith("tiercheck.")]
+        driven = (each for each in self._optimizers if hasattr(each.step, "_wrapped_by_lr_sched"))
+        return next((type(each).__name__ for each in driven if not reaches(own, each)), "")
 
     def _count(self, optimizer: Optimizer) -> None:
         updates = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1

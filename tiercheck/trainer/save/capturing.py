@@ -42,6 +42,8 @@ class Capturing:
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
+        self._scheduled = False
+        """True once schedulers were looked for: at the first snapshot."""
         self.has_begun = self.has_loaded = False
         """True once `begin` was called; from the end of a load to the first update after it."""
         self._counters: dict[str, int] = {}
@@ -150,6 +152,13 @@ class Capturing:
                 f"the {found} is a plain attribute of a module, changes, and is in no version: {remedy} if "
                 "training depends on it",
             )
+        if not self._scheduled and (name := self.not_given.find_forgotten_schedule()):
+            self._saver.warn(
+                "Schedule",
+                f"a scheduler sets the learning rate of {name}, and `state` has none: give the Checkpointer "
+                'state={"scheduler": scheduler}, or each start begins its schedule anew',
+            )
+        self._scheduled = True
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
