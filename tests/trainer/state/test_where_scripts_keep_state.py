@@ -365,18 +365,22 @@ class Recurrent(nn.Module):
         return done
 
 
-class KeepsAHistory(nn.Module):
-    """Keeps more than is stored."""
+class Keeps(nn.Module):
+    """Something that is neither a buffer nor stored, and that each output changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Any, keep: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.history: list[float] = [0.0] * 254
+        self.held, self._keep = held, keep
 
     def forward(self, x: Tensor) -> Tensor:
-        self.history.append(0.0)
-        done: Tensor = self.layer(x) + len(self.history) / 1000
-        return done
+        out: Tensor = self.layer(x)
+        self.held = self._keep(self.held, out.detach().mean(0))
+        return out
+
+
+def keeping(held: Callable[[], Any], keep: Callable[[Any, Tensor], Any]) -> Callable[[], Script]:
+    return changed_midway(lambda: Keeps(held(), keep), lambda _: None)
 
 
 class TwoBuffers(nn.Module):
@@ -461,8 +465,20 @@ TOLD_ONES = {
         "Attribute: the tensor carried is a plain attribute",
     ),
     "list that has become long": (
-        changed_midway(KeepsAHistory, lambda _: None),
-        "Attribute: the list history is a plain attribute of a module, changes, and is in no version: keep",
+        keeping(lambda: [0.0] * 254, lambda held, _: [*held, 0.0]),
+        "Attribute: the list held is a plain attribute of a module, changes, and is in no version: keep it",
+    ),
+    "large array": (
+        keeping(lambda: numpy.zeros(999), lambda held, _: held + 1),
+        "Attribute: the ndarray held is a plain attribute",
+    ),
+    "tensors in a dict": (
+        keeping(lambda: {"mean": torch.zeros(WIDTH)}, lambda held, out: {"mean": held["mean"] + out}),
+        "Attribute: the tensor held is a plain attribute",
+    ),
+    "tensors in a deque": (
+        keeping(lambda: deque(maxlen=2), lambda held, out: deque([*held, out], maxlen=2)),
+        "Attribute: the tensor held is a plain attribute",
     ),
     "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
 }
@@ -667,3 +683,14 @@ def test_scheduler_that_is_not_in_state_is_in_the_log(
         checkpointer.restore()
         train(script, checkpointer, 2, wait=True)
     assert caplog.text.count("Schedule: a scheduler sets the learning rate of AdamW") == (not given)
+
+
+def test_data_of_a_module_that_stay_as_they_are_are_not_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = {"shape": (2, 3), "nested": {"a": [1, 2]}, "table": numpy.ones(3), "nan": [[float("nan")]]}
+    script, checkpointer = started(keeping(lambda: held, lambda held, _: held), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 3, wait=True)
+    assert "Attribute" not in caplog.text

@@ -23,8 +23,16 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from tiercheck.trainer.state.readable import UNCHANGEABLE, is_readable
-from tiercheck.trainer.state.user_state import generator_state, set_generator
-from tiercheck.trainer.state.values import DICTS, array_type, is_same, mark, own_copy, put_back_value
+from tiercheck.trainer.state.user_state import generator_state, is_metric, set_generator
+from tiercheck.trainer.state.values import (
+    DICTS,
+    array_type,
+    has_tensors,
+    is_same,
+    mark,
+    own_copy,
+    put_back_value,
+)
 
 _MOST = 256
 """The most values in a collection that is stored, which is compared at each step."""
@@ -199,6 +207,8 @@ def owners_in(modules: Mapping[str, nn.Module]) -> Iterator[Owner]:
     known: set[int] = set()
     for before, whole in modules.items():
         for path, module in whole.named_modules():
+            if is_metric(module):
+                continue  # `user_state.MetricStates` saves it
             start = f"{before}{path}.".lstrip(".")
             kind: Any = type(module)
             yield start, vars(module), names_set_by(kind, without=_LIBRARIES)
@@ -274,5 +284,4 @@ def _count(value: Any) -> int:
 
 
 def _kind(value: Any) -> str:
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return "tensor" if isinstance(first, Tensor) else type(value).__name__
+    return "tensor" if has_tensors(value) else type(value).__name__

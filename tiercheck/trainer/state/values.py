@@ -6,7 +6,7 @@ import enum
 import sys
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ DICTS = (dict, OrderedDict, Counter, defaultdict)
 _COPIED = {set, deque, *DICTS[1:]}
 _LARGEST = 65536
 """Bytes. Of a larger array the content is not compared."""
+_MEMBERS = 64
+"""The members of a collection that are looked at."""
 
 
 def own_copy(value: Any) -> Any:
@@ -84,16 +86,24 @@ def is_same(value: Any, before: Any) -> bool:
     return bool(value == before)
 
 
-def mark(value: Any) -> Any:
-    """Returns what shows that a value has changed; the type alone for what is no data."""
+def mark(value: Any, deep: int = 2) -> Any:
+    """Returns what shows that a value has changed, `deep` levels down; the type alone for what is no data."""
     if isinstance(value, nn.Module):
         value = next(value.parameters(), None)
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, (list, tuple, dict, set, deque)):
-        first = next(iter(value.values() if isinstance(value, dict) else value), None)
-        return type(value), len(value), mark(first) if isinstance(first, Tensor) else None
+        members = islice(value.values() if isinstance(value, dict) else value, _MEMBERS if deep else 0)
+        return type(value), len(value), *[mark(each, deep - 1) for each in members]
     if type(value) is array_type() and not value.dtype.hasobject and value.nbytes <= _LARGEST:
         return value.dtype, value.shape, zlib.crc32(value.tobytes())
     # In a tuple NaN is equal to itself.
     return (value,) if type(value) in UNCHANGEABLE or isinstance(value, enum.Enum) else type(value)
+
+
+def has_tensors(value: Any, deep: int = 2) -> bool:
+    """Returns whether it is a tensor, or a collection with one among its first members."""
+    if isinstance(value, (list, tuple, dict, set, deque)) and deep:
+        members = islice(value.values() if isinstance(value, dict) else value, _MEMBERS)
+        return any(has_tensors(each, deep - 1) for each in members)
+    return isinstance(value, Tensor)
