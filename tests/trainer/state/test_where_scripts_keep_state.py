@@ -694,3 +694,22 @@ def test_data_of_a_module_that_stay_as_they_are_are_not_in_the_log(
         checkpointer.restore()
         train(script, checkpointer, 3, wait=True)
     assert "Attribute" not in caplog.text
+
+
+def test_metric_in_the_model_is_saved_and_no_tensor_of_it_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def build() -> Script:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"mean": torchmetrics.MeanMetric()}))
+
+        def loss_of(model: Any) -> Tensor:
+            loss: Tensor = model[0](torch.randn(4, WIDTH)).square().mean()
+            model[1]["mean"].update(loss.detach())
+            return loss + model[1]["mean"].compute()
+
+        return loop(model, adam(model.parameters()), loss_of=loss_of)
+
+    survives_from_a_snapshot(build, tmp_path)
+    assert "Attribute" not in caplog.text
