@@ -238,7 +238,7 @@ def test_no_failure_of_ours_ends_an_update(
 
 @pytest.mark.parametrize("how", ["in place", "data"])
 def test_parameters_that_move_outside_the_optimizer_end_deltas(
-    delta_sidecar: ScriptedSidecar, how: str
+    delta_sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
     running, checkpointer = started(script(torch.optim.SGD))
@@ -255,6 +255,7 @@ def test_parameters_that_move_outside_the_optimizer_end_deltas(
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [3, 5, 7]
     (said,) = delta_sidecar.asked("no-deltas")
     assert "something else than the optimizer" in said.message
+    assert "the delta of step 4 is skipped: something else than the optimizer changes" in caplog.text
 
 
 def of_each_parameter(count: int) -> Build:

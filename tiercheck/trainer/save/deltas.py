@@ -38,6 +38,7 @@ log = logging.getLogger("tiercheck")
 
 T = TypeVar("T")
 
+_OUTSIDE = "something else than the optimizer changes parameters or optimizer state"
 _PATIENCE = 3
 """The number of steps with outside changes, or in a row with a changed model, that ends deltas."""
 
@@ -189,12 +190,10 @@ class Deltas:
         if outside and accepted:
             self._outside_count += 1
             if self._outside_count >= _PATIENCE:
-                self.give_up(
-                    f"something else than the optimizer changes parameters or optimizer state ({outside})"
-                )
+                self.give_up(f"{_OUTSIDE} ({outside})")
                 return None
         if not accepted or not (reaches or measure) or poisoned or inexact or outside:
-            self._skip(step, reaches and accepted, poisoned, inexact or outside)
+            self._skip(step, reaches and accepted, poisoned, inexact or f"{_OUTSIDE} ({outside})")
             return None
         try:
             return self._delta(step, events, changed, state, seen=[*self._mark], measure=measure)
