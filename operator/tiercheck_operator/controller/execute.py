@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
@@ -168,12 +169,14 @@ class Executor:
             pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
         try:
-            await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
+            made = await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
         except ApiFailure as error:
             if not (error.conflict and await self._is_late_news(job, pod["metadata"]["name"])):
                 raise
         else:
             failpoint("after-pod-create")
+            if not _has_identity(job, made):
+                await self._remove_unrecognizable(job, made)
             log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
@@ -182,13 +185,28 @@ class Executor:
         Raises NameTaken if it is not this job's.
         """
         found = await self._kube.find(api_server.PODS, job.namespace, name)
-        known = parse_pod(found) if found is not None else None
-        if found is None or (known is not None and known.job_uid == job.identity):
+        if found is None or _has_identity(job, found):
             return found is not None
         owner = next(iter(found["metadata"].get("ownerReferences") or ()), None)
+        if owner is not None and owner.get("uid") == job.uid:  # made by an operator that died right after
+            await self._remove_unrecognizable(job, found)
         whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "belongs to no controller"
         advice = "Another name is tried; remove or rename it if it stays"
         raise NameTaken(name, f"Pod {name} {whose} and is not one of this job's. {advice}")
+
+    async def _remove_unrecognizable(self, job: JobView, made: Mapping[str, Any]) -> None:
+        """Deletes a pod of the job that no watch would show as its own, and raises ApiFailure.
+
+        Otherwise it would hold its node unseen, and another would be made in its place again and again."""
+        name, uid = made["metadata"]["name"], made["metadata"].get("uid") or ""
+        await self._kube.delete(api_server.PODS, job.namespace, name, uid=uid)
+        why = (
+            f"Pod {name} was admitted with other labels ({names.API_GROUP}/...) or owners than were sent. So "
+            "it could not be recognized, and was deleted. Look for an admission webhook or policy that "
+            "changes them (kubectl get mutatingwebhookconfigurations,mutatingadmissionpolicies), and exempt "
+            "pods of TierCheckJobs from it"
+        )
+        raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why)
 
     async def _promote(self, job: JobView, action: Promote) -> None:
         pod = action.pod
@@ -231,6 +249,12 @@ class Executor:
         """Returns the pods that were deleted since the last call."""
         removed, self._removed = self._removed, []
         return removed
+
+
+def _has_identity(job: JobView, raw: Mapping[str, Any]) -> bool:
+    """Returns whether a pod from the API server is recognized as one of the job's."""
+    pod = parse_pod(raw)
+    return pod is not None and pod.job_uid == job.identity
 
 
 # Each refused action is retried by itself, with growing pauses, as long as decisions contain it. A restarted

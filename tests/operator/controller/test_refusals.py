@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -153,6 +155,42 @@ async def test_pod_of_ours_that_no_watch_has_shown_yet_is_nothing_to_tell() -> N
         world.observe().job, [CreatePod(0, 0, ())], None
     )
     assert error.conflict, "as where two pods are counted by one quota at once: asked again"
+
+
+class Stripping(ApiModel):
+    """A server whose admission takes something off every new pod's metadata."""
+
+    def __init__(self, objects: Mapping[str, dict[str, Any]], *path: str) -> None:
+        super().__init__(objects)
+        self.path = path
+
+    def put(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        made = copy.deepcopy(dict(body))
+        *above, last = ("metadata", *self.path)
+        reduce(dict.__getitem__, above, made).pop(last)
+        return super().put(path, made)
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+@pytest.mark.parametrize(
+    "path", [("labels", "tiercheck.io/job-uid"), ("labels", "tiercheck.io/worker"), ("ownerReferences",)]
+)
+async def test_pod_that_admission_made_unrecognizable_is_deleted_and_told_as_a_refusal(
+    made_before: bool, path: tuple[str, ...]
+) -> None:
+    """It would run unseen, and the job would make another one under the next name, dozens of times."""
+    world, action, left = World(), CreatePod(0, 0, ()), dict[str, dict[str, Any]]()
+    if made_before and path[0] == "labels":  # by an operator that died before it looked
+        pod = pod_of("TierCheckJob", "j", world.job.uid)
+        left = {"/api/v1/namespaces/ns/pods/j-0-0": pod}
+    server, memory = Stripping(left, *path), RefusalMemory()
+    failures = await executor(server).run(world.observe().job, [action], None)
+    memory.note([action], failures, 0.0)
+    said = str(failures[0][1])
+    assert "Pod j-0-0 was admitted with other labels" in said
+    assert "admission webhook" in said
+    assert server.names("DELETE") == ["j-0-0"]
+    assert (memory.names_taken, memory.known[0].told) == (frozenset(), True)
 
 
 def test_what_is_refused_is_asked_for_again_with_growing_pauses_and_forgotten_when_nobody_wants_it() -> None:
