@@ -140,7 +140,7 @@ def _made(
     """Builds a pod. `worker`: its value in the containers' environment.
 
     `ports`: the first of the sidecar's ports if the pod is in its node's network."""
-    spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
+    spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
     theirs = {
@@ -204,6 +204,13 @@ def inject_sidecar(
     ]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, node_memory)]
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Copies a part of the template without fields that are null: Kubernetes takes them for absent."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _library(spec: Mapping[str, Any], image: str, resources: Resources) -> dict[str, Any]:

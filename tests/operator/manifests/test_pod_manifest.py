@@ -233,6 +233,28 @@ def test_pod_is_found_by_its_labels_and_goes_with_its_job() -> None:
     assert (view.job_uid, view.worker, view.incarnation, view.phase) == ("u-1", 1, 3, "Pending")
 
 
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"affinity": None},
+        {"affinity": {"nodeAffinity": None}},
+        {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": None}}},
+        {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": None}}},
+        {"securityContext": {"fsGroup": None, "fsGroupChangePolicy": None}},
+        {"topologySpreadConstraints": None},
+    ],
+    ids=str,
+)
+def test_field_that_is_null_is_taken_for_absent_as_by_kubernetes(empty: dict[str, Any]) -> None:
+    """A chart renders `affinity: {{ .Values.affinity }}` like this if nothing is given."""
+    absent = {name: {} for name, value in empty.items() if value}
+    found, wanted = (
+        build_pod(with_pod(make_job(), **given), 0, 0, ["n1"], "s:1", prefer="n2", unwelcome=["n3"])
+        for given in (empty, absent)
+    )
+    assert found["spec"] == wanted["spec"]
+
+
 def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() -> None:
     terms = [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": []}]
     affinity = {
