@@ -57,7 +57,7 @@ def _place(job_uid: str, number: int) -> int:
     return _FIRST + _EACH * ((zlib.crc32(job_uid.encode()) + number) % _PLACES)
 
 
-_OURS = (names.LIBRARY_CONTAINER, names.SIDECAR_CONTAINER)
+_OURS = (names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CONTAINER)
 
 
 def with_pull_settings(pod: Mapping[str, Any], policy: str, secrets: Sequence[str]) -> dict[str, Any]:

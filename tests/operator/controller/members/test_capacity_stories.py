@@ -345,10 +345,11 @@ def test_image_is_remembered_in_the_status_and_an_operator_of_no_pods_uses_its_o
     assert choose_sidecar_image(world.status, [], "b:2") == "b:2"
 
 
+OURS = ("tiercheck-library", "tiercheck-node-memory", "tiercheck-sidecar")
 POD: dict[str, Any] = {
     "metadata": {"name": "p"},
     "spec": {
-        "initContainers": [{"name": "tiercheck-library"}, {"name": "tiercheck-sidecar"}, {"name": "theirs"}],
+        "initContainers": [{"name": name} for name in (*OURS, "theirs")],
         "containers": [{"name": "trainer", "imagePullPolicy": "Never"}],
         "imagePullSecrets": [{"name": "theirs"}],
     },
@@ -360,9 +361,7 @@ def test_pull_settings_are_for_our_containers_and_their_secrets_stay() -> None:
     policies = {
         entry["name"]: entry.get("imagePullPolicy") for entry in spec["initContainers"] + spec["containers"]
     }
-    assert policies == {
-        "tiercheck-library": "Always", "tiercheck-sidecar": "Always", "theirs": None, "trainer": "Never",
-    }  # fmt: skip
+    assert policies == {**dict.fromkeys(OURS, "Always"), "theirs": None, "trainer": "Never"}
     assert spec["imagePullSecrets"] == [{"name": "theirs"}, {"name": "ours"}]
     assert with_pull_settings(POD, "", ()) == POD
 
