@@ -154,11 +154,11 @@ def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
 
 
 _FACTOR: dict[str, Decimal | int] = {
-    "": 1, "m": Decimal("0.001"),
+    "": 1, "m": Decimal("0.001"), "u": Decimal("0.000001"), "n": Decimal("0.000000001"),
     "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
-_PATTERN = re.compile(r"([0-9.]+)(?:[eE]([+-]?[0-9]+))?([a-zA-Z]*)")
+_PATTERN = re.compile(r"\+?([0-9.]+)(?:[eE]([+-]?[0-9]+))?([a-zA-Z]*)")
 
 
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}

@@ -350,6 +350,9 @@ def test_template_that_cannot_work_is_explained(template: dict[str, Any], word: 
         ("100M", 10**8),
         ("1e3", 1000),
         ("500m", 1),
+        ("3000000u", 3),
+        ("5000000000n", 5),
+        ("+2k", 2000),
         ("2E", 2 * 10**18),
     ],
 )
