@@ -130,7 +130,8 @@ class Watched(Generic[V]):
 def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
     """Returns `pod` with the times of its last changes by the operator's clock: others may be wrong.
 
-    Dated are the containers' states, the node, the lack of a node, and the recreation of the sandbox."""
+    Dated are the pod itself, its deletion, its containers' states, its node, the lack of a node, and the
+    recreation of its sandbox."""
 
     def since(moment: str, there: bool) -> float | None:
         before: float | None = getattr(known, moment, None)
@@ -138,6 +139,8 @@ def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
 
     return replace(
         pod,
+        seen_since=since("seen_since", True),
+        deleted_at=since("deleted_at", pod.deleted_at is not None),
         unschedulable_since=since("unschedulable_since", pod.unschedulable_since is not None),
         remade_since=since("remade_since", pod.remade_since is not None),
         housed_since=since("housed_since", pod.node is not None),

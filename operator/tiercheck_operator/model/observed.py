@@ -157,7 +157,7 @@ class PodView:
     """The annotation of that name, an `Attachment`; empty: the operator made the pod."""
     deleting: bool = False
     deleted_at: float | None = None
-    """The time when the deletion was requested (not when its grace period ends)."""
+    """The time when the deletion was requested (not when its grace period ends), by the operator's clock."""
     disruption: str = ""
     """Reason of the DisruptionTarget condition, or of the pod's status (Evicted, ...)."""
     message: str = ""
@@ -171,6 +171,8 @@ class PodView:
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
+    seen_since: float | None = None
+    """Time since which the operator sees it, by its own clock; None: not known."""
     housed_since: float | None = None
     """Time since which it has its node, by the operator's clock; None: no node, or not known."""
     remade_since: float | None = None
@@ -191,6 +193,11 @@ class PodView:
     def address(self) -> str:
         """The address of its sidecar; empty: it has none yet."""
         return join_address(self.ip, self.first_port) if self.ip else ""
+
+    @property
+    def began(self) -> float:
+        """The time when it was made, by the operator's clock if that is known."""
+        return self.created if self.seen_since is None else self.seen_since
 
     @property
     def terminal(self) -> bool:

@@ -210,6 +210,9 @@ def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: P
     assert date_pod(ended, again, 300.0).sidecar.since == 300.0
     assert date_pod(ended, again, 300.0).trainer.since == 100.0
     assert (first.housed_since, again.housed_since, again.remade_since) == (100.0, 100.0, None)
+    assert (first.began, again.began) == (100.0, 100.0), "whatever the API server's clock says"
+    going = date_pod(replace(pod, deleted_at=9e9), again, 300.0)
+    assert date_pod(replace(pod, deleted_at=9e9), going, 400.0).deleted_at == 300.0
     remade = date_pod(replace(pod, remade_since=1.0), again, 400.0)
     assert date_pod(replace(pod, remade_since=1.0), remade, 500.0).remade_since == 400.0
     homeless = date_pod(replace(pod, node=None), None, 100.0)

@@ -69,7 +69,7 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     ready = {worker for worker, pod in new.items() if is_ready(obs, pod) and not obs.why_leaving(pod)}
     # One restart for all that leave together: ready pods wait a while for those that are coming up.
     patient = any(
-        pod.unschedulable_since is None and obs.now - pod.created < _TOGETHER
+        pod.unschedulable_since is None and obs.now - pod.began < _TOGETHER
         for worker, pod in new.items()
         if worker not in ready
     )

@@ -158,7 +158,7 @@ def _pause(situation: Situation, worker: int) -> float:
     unfit = loss is not None and loss.cause is Cause.HEALTH_CHECK_FAILED
     if not unfit and (newest.phase != "Failed" or newest.ip is not None):
         return 0.0
-    return newest.created + situation.patience.retry - situation.now
+    return newest.began + situation.patience.retry - situation.now
 
 
 def next_incarnation(obs: Observation, worker: int) -> int:

@@ -202,7 +202,7 @@ def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodV
 
 def _pause(situation: Situation, pool: SparePool) -> float:
     """Returns the seconds before another spare is made, so that failing ones are not replaced in a loop."""
-    failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
+    failed = [pod.began for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
     return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 
 

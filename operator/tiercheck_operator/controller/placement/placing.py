@@ -284,7 +284,7 @@ def _held(obs: Observation, record: JobRecord) -> tuple[str, float, str] | None:
         return conditions.HELD_BY_RESTORE, recovery.failed_at, "the job is on its way back from another loss"
     placed = record.condition(conditions.PLACED)
     if placed is not None and placed.reason == conditions.MOVING:
-        since = max((pod.created for pod in obs.pods), default=obs.now)
+        since = max((pod.began for pod in obs.pods), default=obs.now)
         return conditions.HELD_BY_MOVE, since, "a replacement comes up for a pod that has to leave"
     protected = record.condition(conditions.PROTECTED)
     lacking = protected is not None and protected.reason == conditions.WAITING_FOR_FIRST_VERSION

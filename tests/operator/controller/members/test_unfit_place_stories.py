@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -318,6 +319,26 @@ def test_node_that_starts_no_pod_is_tried_twice_at_most(how: tuple[str, str, str
     assert world.home(1) != world.liked
     assert tried(world) == {"": 3, world.liked: 1}
     assert world.notices.count("NodeAvoided") == 1
+
+
+@pytest.mark.parametrize("skew", [-600.0, 600.0])
+def test_clock_of_the_api_server_neither_delays_nor_hastens_the_next_pod(
+    monkeypatch: pytest.MonkeyPatch, skew: float
+) -> None:
+    make = World._make
+
+    def make_by_another_clock(world: World, *arguments: Any) -> None:
+        before = set(world.pods)
+        make(world, *arguments)
+        for uid in world.pods.keys() - before:
+            world.change_pod(uid, created=world.now + skew, seen_since=world.now)
+
+    monkeypatch.setattr(World, "_make", make_by_another_clock)
+    world = lose_on_bad_node(REFUSED)
+    lost = world.now
+    world.until("Running", attempt=2, limit=60)
+    assert tried(world) == {"": 3, world.liked: 1}
+    assert world.now - lost > 10.0, "as long as with equal clocks"
 
 
 def test_what_the_kubelet_said_stands_in_the_condition_with_the_node() -> None:
