@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 16
 _PUSHES_AT_ONCE = 64
 """The number of directives sent at once: a sidecar that does not answer blocks its place for seconds."""
+_MADE_AT_ONCE = 3
+"""The number of times that a pod of one name is made without a pause."""
 _LONGEST_NOTE = 1024
 """The maximum number of characters of an annotation."""
 _PODS_STRICTLY = replace(api_server.PODS, plural="pods?fieldValidation=Strict")
@@ -68,6 +71,8 @@ class Executor:
         self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
+        self._made: dict[str, tuple[int, float]] = {}
+        """How often each pod was made, and the monotonic time of the last."""
 
     async def run(
         self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None
@@ -168,6 +173,7 @@ class Executor:
             who, prefer = (action.worker, action.incarnation), action.prefer
             pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
+        self._wait_if_it_vanishes(pod["metadata"]["name"])
         try:
             made = await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
         except ApiFailure as error:
@@ -177,7 +183,25 @@ class Executor:
             failpoint("after-pod-create")
             if not _has_identity(job, made):
                 await self._remove_unrecognizable(job, made)
-            log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
+            name = pod["metadata"]["name"]
+            self._made[name] = self._made.get(name, (0, 0.0))[0] + 1, time.monotonic()
+            log.info("%s/%s: created pod %s", job.namespace, job.name, name)
+
+    def _wait_if_it_vanishes(self, name: str) -> None:
+        """Raises ApiFailure if somebody deletes each pod of this name, until the next one is due.
+
+        A pod that is lost otherwise is still there, or in the placement, so the next one has another name."""
+        times, last = self._made.get(name, (0, 0.0))
+        if times < _MADE_AT_ONCE:
+            return
+        left = last + BACKOFF[min(times - _MADE_AT_ONCE, len(BACKOFF) - 1)] - time.monotonic()
+        if left > 0:
+            why = (
+                f"Pod {name} is made again and again, and gone at once each time, although TierCheck does not "
+                "delete it. Look for the policy, controller or user that does (the "
+                "API server's audit log), and exempt pods of TierCheckJobs"
+            )
+            raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why, retry_after=left)
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
         """Returns whether the pod exists, and only our view, which may be a moment old, lacks it.
@@ -238,6 +262,7 @@ class Executor:
         found = found or await self._kube.delete(
             api_server.PODS, job.namespace, action.name, uid=action.uid, grace=grace
         )
+        self._made.pop(action.name, None)
         # Our view of the pods may be a moment old: a deletion requested twice is reported once.
         if found and (action.uid, action.force) not in self._told:
             self._told.add((action.uid, action.force))

@@ -193,6 +193,25 @@ async def test_pod_that_admission_made_unrecognizable_is_deleted_and_told_as_a_r
     assert (memory.names_taken, memory.known[0].told) == (frozenset(), True)
 
 
+async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, memory, action = ApiModel(), RefusalMemory(), CreatePod(0, 0, ())
+    work, told, said, now = executor(server), list[bool](), list[str](), 0.0
+    monkeypatch.setattr("tiercheck_operator.controller.execute.time.monotonic", lambda: now)
+    while now < 60.0:
+        memory.note([action], await work.run(World().observe().job, memory.due([action], now), None), now)
+        server.objects.clear()
+        told += [refusal.told for refusal in memory.known.values()]
+        said = [refusal.sentence for refusal in memory.known.values()] or said
+        now += memory.seconds_to_next_try(now) or 0.02
+    assert 8 <= len(server.names("POST")) <= 14, "and not three thousand"
+    assert all(told)
+    assert "Pod j-0-0 is made again and again" in said[0]
+    assert "policy, controller or user" in said[0]
+    assert await work.run(World().observe().job, [CreatePod(0, 1, ())], None) == []
+
+
 def test_what_is_refused_is_asked_for_again_with_growing_pauses_and_forgotten_when_nobody_wants_it() -> None:
     memory, now, tried = RefusalMemory(), 0.0, list[float]()
     wanted = [CreatePod(0, 0, ()), CreateSpare(0, ())]
