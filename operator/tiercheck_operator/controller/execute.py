@@ -197,7 +197,7 @@ class Executor:
         left = last + BACKOFF[min(times - _MADE_AT_ONCE, len(BACKOFF) - 1)] - time.monotonic()
         if left > 0:
             why = (
-                f"Pod {name} is made again and again, and gone at once each time, although TierCheck does not "
+                f"Pod {name} is made again and again, and is gone at once each time; TierCheck does not "
                 "delete it. Look for the policy, controller or user that does (the "
                 "API server's audit log), and exempt pods of TierCheckJobs"
             )

@@ -146,7 +146,8 @@ def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
 
 def _pause(situation: Situation, worker: int) -> float:
     """Returns the seconds to wait before the worker gets another pod, to prevent a tight loop.
-    It is for pods that never came up, and for a health check that may fail on one node after the other."""
+    It is for pods that failed or were deleted by others before they came up, and for a health check that may
+    fail on one node after the other."""
     newest = max(
         (pod for pod in situation.pods if pod.worker == worker),
         key=lambda pod: (pod.incarnation, pod.created),
@@ -156,7 +157,8 @@ def _pause(situation: Situation, worker: int) -> float:
         return 0.0
     loss = situation.membership.lost.get(newest.uid)
     unfit = loss is not None and loss.cause is Cause.HEALTH_CHECK_FAILED
-    if not unfit and (newest.phase != "Failed" or newest.ip is not None):
+    ended = newest.phase == "Failed" or (newest.deleting and not newest.given_up)
+    if not unfit and (not ended or newest.ip is not None):
         return 0.0
     return newest.began + situation.patience.retry - situation.now
 

@@ -341,6 +341,18 @@ def test_clock_of_the_api_server_neither_delays_nor_hastens_the_next_pod(
     assert world.now - lost > 10.0, "as long as with equal clocks"
 
 
+def test_pods_that_somebody_deletes_before_they_come_up_are_made_with_a_pause() -> None:
+    world = trained(6)
+    world.evict(world.member(1))
+    world.grace = 30.0
+    for _ in range(60):
+        world.tick()
+        for pod in [pod for pod in world.pods.values() if pod.ip is None and not pod.deleting]:
+            world.end_gracefully(pod.uid)
+    assert 5 <= tried(world).total() <= 8, "and not sixty"
+    world.until("Running", attempt=2)
+
+
 def test_what_the_kubelet_said_stands_in_the_condition_with_the_node() -> None:
     world = lose_on_bad_node(REFUSED)
     world.train(5)
