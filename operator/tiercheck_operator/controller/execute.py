@@ -71,6 +71,8 @@ class Executor:
         self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
+        self._gone: set[str] = set()
+        """The UIDs of unseen pods that are not there."""
         self._made: dict[str, tuple[int, float]] = {}
         """How often each pod was made, and the monotonic time of the last."""
 
@@ -246,6 +248,8 @@ class Executor:
             log.info("%s/%s: pod %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        if action.unseen and not await self._is_there(job, action):
+            return
         if action.given_up:
             said = redacted(action.given_up)[:_LONGEST_NOTE]
             note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: said}}
@@ -269,6 +273,19 @@ class Executor:
             self._removed.append(action)
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
+
+    async def _is_there(self, job: JobView, action: DeletePod) -> bool:
+        """Returns whether the pod exists and belongs to the job, whatever its labels; asks until it does not.
+
+        Its name and UID are from the placement, which any user of the namespace may have written."""
+        if action.uid in self._gone:
+            return False
+        found = await self._kube.find(api_server.PODS, job.namespace, action.name)
+        metadata = found["metadata"] if found is not None else {}
+        owners = {owner.get("uid") for owner in metadata.get("ownerReferences") or []}
+        there = metadata.get("uid") == action.uid and job.uid in owners
+        self._gone |= set() if there else {action.uid}
+        return there
 
     def take_deleted_pods(self) -> list[DeletePod]:
         """Returns the pods that were deleted since the last call."""

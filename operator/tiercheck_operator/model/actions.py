@@ -90,6 +90,8 @@ class DeletePod:
     """The annotation that the pod gets before its deletion (`PodView.given_up`)."""
     evict: bool = False
     """True if the pod is evicted, so that its own controller sees a disruption and not a failure."""
+    unseen: bool = False
+    """True if no watch shows the pod any more. It is deleted only if it is there and the job owns it."""
 
 
 @dataclass(frozen=True)

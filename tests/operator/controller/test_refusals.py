@@ -301,6 +301,36 @@ async def test_deletion_that_failed_is_not_told(status: int) -> None:
     assert work.take_deleted_pods() == []
 
 
+@pytest.mark.parametrize(
+    ("uid", "owner", "deleted"),
+    [("uid-3", JOB.uid, True), ("uid-3", "another", False), ("uid-9", JOB.uid, False), ("", "", False)],
+)
+async def test_pod_that_no_watch_shows_is_deleted_if_it_is_there_and_the_jobs(
+    uid: str, owner: str, deleted: bool
+) -> None:
+    """A user who may write the placement, but may not delete pods, could name any there."""
+    pod = {"metadata": {"name": "j-3-1", "uid": uid, "ownerReferences": [{"uid": owner}]}}
+    server = ApiModel({path: pod for path in POD if uid})
+    work = executor(server)
+    for _ in range(3):
+        await work.run(JOB, [replace(SILENT, given_up="", unseen=True)], None)
+    assert server.names("DELETE") == (["j-3-1"] if deleted else [])
+    assert len(server.names("GET")) == (2 if deleted else 1), "asked until it is gone"
+
+
+def test_worker_whose_pod_lost_its_labels_gets_another_and_the_old_one_goes() -> None:
+    world = trained(6)
+    old = world.pods[world.member(1)]
+    world._gone(old.uid)
+    world.until("Running", attempt=2)
+    (action,) = {each for each in world.deleted if each.uid == old.uid}
+    assert (action.name, action.unseen, action.force) == (old.name, True, False)
+    world.train(5)
+    deleted = len(world.deleted)
+    world.train(20)
+    assert len(world.deleted) == deleted
+
+
 async def test_job_and_pod_both_say_why() -> None:
     server = ApiModel()
     await EventPoster(server).post_removed(JOB, [SILENT], START)

@@ -189,7 +189,28 @@ def _removals(situation: Situation) -> list[Action]:
             f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"
         )
         actions += remove_pod(situation, pod, situation.membership.lost.get(pod.uid) or goes_on)
-    return actions
+    return actions + _unseen(situation)
+
+
+def _unseen(situation: Situation) -> list[Action]:
+    """Returns deletions of members that no watch shows any more.
+
+    Almost always they are gone. But one whose labels were changed runs on, and keeps its node and devices."""
+    gone = {loss.worker for loss in situation.membership.losses if loss.pod is None}
+    seen = {pod.uid for pod in situation.all_pods}
+    saved = situation.placement.members if situation.placement is not None and gone else ()
+    return [
+        DeletePod(
+            member.pod,
+            member.pod_uid,
+            force=False,
+            why=f"pod {member.pod} of worker {member.worker} on node {member.node}: its labels were changed, "
+            "so another pod takes its place",
+            unseen=True,
+        )
+        for member in saved
+        if member.worker in gone and member.pod_uid not in seen
+    ]
 
 
 def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
