@@ -141,6 +141,10 @@ def _made(
 
     `ports`: the first of the sidecar's ports if the pod is in its node's network."""
     spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
+    if spec.get(
+        "nodeName"
+    ):  # no scheduler looks at it, and the kubelet would refuse a pod that avoids its node
+        place = _Hosts((), ())
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
     theirs = {

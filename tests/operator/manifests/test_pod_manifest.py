@@ -255,6 +255,13 @@ def test_field_that_is_null_is_taken_for_absent_as_by_kubernetes(empty: dict[str
     assert found["spec"] == wanted["spec"]
 
 
+def test_pod_that_its_template_binds_to_a_node_avoids_none() -> None:
+    """Its kubelet would refuse it (NodeAffinity), which would count against the node, and so for ever."""
+    bound = with_pod(make_job(), nodeName="n1")
+    pod = build_pod(bound, 0, 0, ["n1"], "s:1", prefer="n2", unwelcome=["n1"])
+    assert pod == build_pod(bound, 0, 0, (), "s:1")
+
+
 def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() -> None:
     terms = [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": []}]
     affinity = {
