@@ -26,7 +26,7 @@ from tiercheck_operator.manifests.pod_settings import (
     worker_ports,
 )
 from tiercheck_operator.manifests.resources import Resources, compute_resources
-from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
+from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.model.serialization import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
@@ -37,6 +37,11 @@ _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template sets none; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
 """Seconds for the same with a remote tier: once trainers end, the sidecar may still have to upload."""
+
+_OF_ONE_POD = (
+    names.LABEL_WORKER, names.LABEL_INCARNATION, names.LABEL_SPARE, ANNOTATION_AVOIDED, ANNOTATION_GIVEN_UP
+)  # fmt: skip
+"""What a template may have that was copied from a pod, and would be read as being about each new one."""
 
 _NODE_MEMORY = NodeMemory()
 
@@ -141,19 +146,16 @@ def _made(
 
     `ports`: the first of the sidecar's ports if the pod is in its node's network."""
     spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
-    if spec.get(
-        "nodeName"
-    ):  # no scheduler looks at it, and the kubelet would refuse a pod that avoids its node
-        place = _Hosts((), ())
+    if spec.get("nodeName"):
+        place = _Hosts((), ())  # no scheduler sees it, and a kubelet refuses a pod that avoids its node
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
-    theirs = {
-        key: value
-        for key, value in (template_metadata.get("labels") or {}).items()
-        if key not in (names.LABEL_WORKER, names.LABEL_INCARNATION, names.LABEL_SPARE)
-    }
+    theirs, notes = (
+        {key: value for key, value in (template_metadata.get(part) or {}).items() if key not in _OF_ONE_POD}
+        for part in ("labels", "annotations")
+    )
     metadata["labels"] = {**theirs, **job.queue_labels, **metadata["labels"], **labels}
-    metadata["annotations"] = {**(template_metadata.get("annotations") or {}), **job.queue_annotations}
+    metadata["annotations"] = {**notes, **job.queue_annotations}
     if place.avoid:
         metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(place.avoid))
     join_gang(job, metadata, spec)

@@ -15,7 +15,7 @@ from tiercheck_operator.controller.attempt.directives import build_policy
 from tiercheck_operator.manifests.owned import build_placement, build_service, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.template import template_problem
-from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 from tiercheck_operator.model.serialization import parse_duration, parse_quantity
@@ -253,6 +253,14 @@ def test_field_that_is_null_is_taken_for_absent_as_by_kubernetes(empty: dict[str
         for given in (empty, absent)
     )
     assert found["spec"] == wanted["spec"]
+
+
+def test_what_was_noted_on_a_pod_that_became_the_template_is_not_noted_on_the_next() -> None:
+    noted = {ANNOTATION_AVOIDED: "n1", ANNOTATION_GIVEN_UP: "Hung: no step", "note": "b"}
+    job = make_job()
+    template = {**job.spec.template, "metadata": {"annotations": noted}}
+    pod = build_pod(replace(job, spec=replace(job.spec, template=template)), 1, 3, (), "sidecar:1")
+    assert pod["metadata"]["annotations"] == {"note": "b"}
 
 
 def test_pod_that_its_template_binds_to_a_node_avoids_none() -> None:
