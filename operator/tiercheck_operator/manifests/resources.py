@@ -87,11 +87,13 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
     return ""
 
 
-def limits_advice(sentence: str) -> str:
-    """Returns advice if a LimitRange or ResourceQuota caused the refusal of a pod; empty: neither did."""
+def limits_advice(sentence: str, pod: Mapping[str, Any] | None = None) -> str:
+    """Returns advice if a LimitRange or ResourceQuota caused the refusal of a pod; empty: neither did.
+
+    `pod`: the user's PodSpec, whose own containers may ask for more than their limit."""
     if (
         "limits.cpu for:" in sentence
-        or "less than or equal to cpu limit" in sentence
+        or ("less than or equal to cpu limit" in sentence and not _exceeds_itself(pod or {}))
         or "cpu max limit to request" in sentence
     ):
         return (
@@ -129,6 +131,16 @@ def _sidecar(job: JobSpec, limited: bool) -> Resources:
 
 def _exceeds(request: str, limit: str) -> bool:
     return parse_amount(request) > parse_amount(limit)
+
+
+def _exceeds_itself(pod: Mapping[str, Any]) -> bool:
+    """Returns whether a container requests more CPU than its own limit."""
+    containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
+    given = [entry.get("resources") or {} for entry in containers]
+    pairs = [
+        ((each.get("requests") or {}).get("cpu"), (each.get("limits") or {}).get("cpu")) for each in given
+    ]
+    return any(request and limit and _exceeds(request, limit) for request, limit in pairs)
 
 
 def _is_bound(resources: Mapping[str, Any]) -> bool:

@@ -243,3 +243,14 @@ def test_refusal_by_a_rule_of_the_namespace_says_which_field_answers_it(sentence
 def test_other_refusals_are_left_in_the_servers_words() -> None:
     assert limits_advice('pods "a" is forbidden: violates PodSecurity "restricted:latest"') == ""
     assert limits_advice('pods "a" is forbidden: exceeded quota: team, requested: pods=1, used: pods=3') == ""
+
+
+@pytest.mark.parametrize(("limit", "advised"), [("1", False), ("4", True), (None, True)])
+def test_container_of_the_user_that_requests_more_than_its_limit_is_no_rule_of_the_namespace(
+    limit: str | None, advised: bool
+) -> None:
+    said = (
+        'spec.containers[0].resources.requests: Invalid value: "2": must be less than or equal to cpu limit'
+    )
+    resources = {"requests": {"cpu": "2"}, "limits": {"cpu": limit} if limit else {}}
+    assert bool(limits_advice(said, {"containers": [{"name": "trainer", "resources": resources}]})) is advised

@@ -289,7 +289,7 @@ def refused_workers(situation: Situation) -> dict[int, str]:
 
 def describe_refusal(job: JobView, sentence: str) -> Finding:
     """Returns why the job lacks something, with advice where that is known."""
-    advice, rules = forbidden(job, sentence), limits_advice(sentence)
+    advice, rules = forbidden(job, sentence), limits_advice(sentence, job.spec.template.get("spec"))
     if advice:
         return Finding(conditions.NODE_MEMORY_FORBIDDEN, advice)
     return Finding(conditions.REFUSED, f"{sentence}. {rules}" if rules else sentence)
