@@ -241,11 +241,12 @@ def _sidecar(
     host_ports: int | None,
 ) -> dict[str, Any]:
     first = names.CONTROL_PORT if host_ports is None else host_ports
+    grace = spec["terminationGracePeriodSeconds"]  # negative: one second, as for the API server
     env = [
         *_identity(job, worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
-        {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
+        {"name": names.ENV_GRACE_SECONDS, "value": str(grace if grace >= 0 else 1)},
         *(environment(node_memory) if job.spec.node_memory else []),
         *([] if host_ports is None else [{"name": names.ENV_FIRST_PORT, "value": str(first)}]),
     ]

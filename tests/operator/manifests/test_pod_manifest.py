@@ -145,6 +145,11 @@ def trainer_env(*theirs: dict[str, Any]) -> list[dict[str, Any]]:
 HIDING = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "PYTHONSTARTUP", "PYTHONSAFEPATH", "PYTHONNOUSERSITE")
 
 
+def test_sidecar_takes_a_negative_grace_period_for_a_second_as_the_api_server_does() -> None:
+    pod = build_pod(with_pod(make_job(), terminationGracePeriodSeconds=-1), 0, 0, (), "sidecar:1")
+    assert env(container(pod, "tiercheck-sidecar"))["TIERCHECK_GRACE_SECONDS"] == "1"
+
+
 def test_variables_of_image_and_config_maps_are_hidden_by_none_of_ours() -> None:
     assert all(entry["name"].startswith("TIERCHECK_") for entry in trainer_env())
 
