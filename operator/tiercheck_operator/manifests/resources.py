@@ -23,8 +23,10 @@ _CPU_BASE, _CPU_PER_RANK, _CPU_PER_GIB = 100, 50, 4
 """Thousandths of a core (docs/use/sizing.md). The last is per GiB of tiers.local.sizeLimit."""
 _CPU_WITH_LIMIT = 500
 """Thousandths of a core. The least with which a sidecar starts in time if its request is its limit."""
-_INIT = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
-"""Resources of the containers that run for a second before the sidecar, so that limits cost nothing."""
+_INIT = {"requests": {"cpu": "150m", "memory": "256Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
+"""Resources of the containers that run for a second before the sidecar, so that limits cost nothing.
+
+Their requests are what any sidecar asks for, so they cost nothing either; a LimitRange may have a minimum."""
 
 Resources = dict[str, dict[str, str]]
 
@@ -98,7 +100,15 @@ def limits_advice(sentence: str, pod: Mapping[str, Any] | None = None) -> str:
     ):
         return (
             "The namespace has rules for CPU limits, and TierCheck gives its sidecar none by itself: set "
-            "spec.sidecar.resources.limits.cpu, and limits.cpu of your own containers that have none"
+            "spec.sidecar.resources.limits.cpu (for a ratio also requests.cpu), and limits.cpu of your own "
+            "containers that have none"
+        )
+    if "minimum cpu usage per Container" in sentence or "minimum memory usage per Container" in sentence:
+        asked, more = _INIT["requests"], _INIT["limits"]
+        return (
+            f"TierCheck's containers that prepare a pod ask for {asked['cpu']} and {asked['memory']}, or for "
+            f"{more['cpu']} and {more['memory']} if spec.sidecar.resources.limits.cpu is set: set that, let "
+            "your own containers ask for the minimum, or have the LimitRange lowered"
         )
     if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
         return (

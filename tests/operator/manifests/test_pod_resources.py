@@ -98,6 +98,19 @@ def test_guaranteed_pod_stays_guaranteed_and_its_trainer_keeps_its_own_cores(
             assert parse_amount(resources(pod, name)["requests"]["cpu"]) % 1 != 0, "no whole cores"
 
 
+@pytest.mark.parametrize("size", ["1Mi", "64Gi"])
+def test_containers_before_the_sidecar_cost_nothing_and_ask_for_what_a_limit_range_usually_demands(
+    size: str,
+) -> None:
+    """A pod is counted with the largest of its init containers, or with all that run later."""
+    pod = build_pod(make_job(tiers={"local": {"sizeLimit": size}}), 0, 0, (), "s:1")
+    asked, later = (resources(pod, name) for name in (names.LIBRARY_CONTAINER, names.SIDECAR_CONTAINER))
+    for name, least in (("cpu", "100m"), ("memory", "128Mi")):
+        amount = parse_amount(asked["requests"][name])
+        assert parse_amount(least) <= amount <= parse_amount(later["requests"][name])
+    assert asked["requests"]["memory"] == asked["limits"]["memory"], "whatever ratio is demanded"
+
+
 @given(st.integers(1, 64), st.integers(1, 4096))
 def test_sidecar_of_a_guaranteed_pod_never_asks_for_whole_cores_by_itself(procs: int, gib: int) -> None:
     job = job_with(BOUND, BOUND, tiers={"local": {"sizeLimit": f"{gib}Gi"}}, procsPerWorker=procs)

@@ -218,6 +218,10 @@ def test_debugging_container_in_a_pod_changes_nothing() -> None:
             "limits.cpu",
         ),
         (
+            'pods "a" is forbidden: minimum cpu usage per Container is 200m, but request is 150m',
+            "spec.sidecar.resources.limits.cpu is set",
+        ),
+        (
             'pods "a" is forbidden: exceeded quota: team, requested: requests.memory=2560Mi, used: '
             "requests.memory=0, limited: "
             "requests.memory=1Gi",
