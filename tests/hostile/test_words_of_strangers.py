@@ -60,6 +60,14 @@ def seen(*pods: Object) -> ClusterView:
     return view
 
 
+def test_number_that_a_stranger_wrote_on_a_pod_of_mine_makes_no_name_that_is_too_long() -> None:
+    """A label has up to 63 digits, and a host name up to 63 characters, the job's name among them."""
+    mine = pod(up(0))
+    mine["metadata"]["labels"] = {**MINE["metadata"]["labels"], names.LABEL_INCARNATION: "9" * 63}
+    (known,) = seen(mine).pods_of("ns", VICTIM)
+    assert known.incarnation == 0
+
+
 @given(labels, annotations, owners, texts)
 def test_pod_of_another_namespace_is_none_of_mine(
     labels: dict[str, str], annotations: dict[str, str], owners: list[Object], image: str

@@ -32,6 +32,8 @@ LONGEST_ATTACHMENT = 4096
 """Characters of an annotation that are read: any user of the namespace may write one."""
 _LONGEST_TEXT, _MOST_NAMES = 1000, 128
 """Characters of a text, and names in a list, that are kept per pod: a job may have thousands of pods."""
+_MOST_INCARNATIONS = 10**6
+"""A larger number on a pod is not the operator's, and would make the next pod's name too long."""
 _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
 """The kubelet's message for a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
 
@@ -156,7 +158,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         uid=str(metadata.get("uid") or ""),
         job_uid=job_uid,
         worker=worker,
-        incarnation=incarnation,
+        incarnation=incarnation if incarnation < _MOST_INCARNATIONS else 0,
         node=_shared(spec.get("nodeName") or "") or None,
         ip=status.get("podIP") or None,
         phase=_shared(status.get("phase") or "Pending"),
