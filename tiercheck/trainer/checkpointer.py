@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from tiercheck.protocol.names import ENV_RUN_DIR, STEP_SUSPECTED
 from tiercheck.trainer import process
@@ -301,19 +302,29 @@ class Checkpointer:
         """Yields each step as `steps` does, with the next batch of `loader`.
 
         The loader is iterated anew at its end and after each restore. A `ResumableSampler` that it has as
-        `batch_sampler` advances with each batch.
+        `batch_sampler` advances with each batch. That sampler, or else the loader, belongs into `state`.
 
         Raises:
             ValueError: The loader has no batch.
         """
-        follow: Callable[[Iterable[_Batch]], Iterator[_Batch]] = getattr(
-            getattr(loader, "batch_sampler", None), "follow", iter
-        )
+        sampler = getattr(loader, "batch_sampler", None)
+        follow: Callable[[Iterable[_Batch]], Iterator[_Batch]] = getattr(sampler, "follow", iter)
+        if isinstance(loader, DataLoader) and not any(
+            each is loader or each is sampler for each in self._trained.state.values()
+        ):
+            self._saver.warn(
+                "Data",
+                "`batches` begins this loader anew after a restore, as its position is in no version: give "
+                "`state` its ResumableSampler, or a StatefulDataLoader of torchdata",
+            )
         restored = -1
         found: Iterator[_Batch] = iter(())
         for step in self.steps(total):
             if restored != self._loop.rewinds:
-                restored, found = self._loop.rewinds, follow(loader)
+                restored, drawn = self._loop.rewinds, user_state.random_state()
+                found = follow(loader)
+                if self.step_number:  # an undisturbed run drew its loader's seed when the epoch began
+                    user_state.set_random_state(drawn)
             batch = next(found, None)
             if batch is None:
                 found = follow(loader)
