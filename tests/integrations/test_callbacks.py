@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,3 +44,90 @@ def test_tensors_that_a_callback_keeps_are_looked_at(caplog: pytest.LogCaptureFi
         average.shadow = {"weight": torch.ones(2)}
     watch.look([average])
     assert "Average.shadow changes" in caplog.text
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_sampler_that_lightning_wraps_for_several_ranks_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrapped: bool
+) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    from tiercheck.integrations.lightning import TierCheck
+
+    class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data: Any = torch.randn(4, 2)
+    kind = DistributedSamplerWrapper if wrapped else DistributedSampler
+    sampler = kind(RandomSampler(data) if wrapped else data, num_replicas=1, rank=0)
+    trainer = lightning.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        callbacks=[TierCheck(folder=tmp_path)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        logger=False,
+    )
+    trainer.fit(Line(), StatefulDataLoader(data, batch_size=2, sampler=sampler))
+    assert caplog.text.count("Order: for several ranks Lightning wraps the RandomSampler") == wrapped
+
+
+def test_sampler_that_is_given_its_epoch_goes_on_in_the_order_of_that_epoch(tmp_path: Path) -> None:
+    """Lightning sets the epoch after it has made the iterators, which fixes the order of a restored one."""
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tiercheck.integrations.lightning import TierCheck
+
+    class Lost(Exception):
+        pass
+
+    class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, lost_at: int) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.lost_at, self.drawn = lost_at, []  # type: ignore[var-annotated]
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            if self.global_step == self.lost_at:
+                raise Lost
+            self.drawn.append(batch.flatten().tolist())
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def fit(folder: str, lost_at: int = -1) -> list[list[float]]:
+        data: Any = torch.arange(24.0)[:, None]
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            callbacks=[TierCheck(folder=tmp_path / folder, every=1)],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            logger=False,
+        )
+        model = Line(lost_at)
+        loader = StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0))
+        if lost_at < 0:
+            trainer.fit(model, loader)
+        else:
+            with pytest.raises(Lost):
+                trainer.fit(model, loader)
+        return model.drawn
+
+    whole = fit("whole")
+    assert fit("lost", 8) + fit("lost") == whole

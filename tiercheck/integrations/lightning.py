@@ -143,8 +143,17 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             # mid-epoch.
             self._drawn = user_state.random_state()
             # Made by a LearningRateFinder: only a loader that is made now gets its position.
-            trainer.fit_loop._combined_loader = None
+            loop = trainer.fit_loop
+            loop._combined_loader = None
+            loop._load_combined_loader_states = functools.partial(self._load_loaders, loop)
             self._forget_ckpt_path(trainer)
+
+    def _load_loaders(self, loop: Any) -> None:
+        """Loads positions after samplers have their epoch, which Lightning sets when their order is fixed."""
+        vars(loop).pop("_load_combined_loader_states", None)
+        for each in loop._combined_loader.flattened:
+            sys.modules[type(loop).__module__]._set_sampler_epoch(each, loop.epoch_progress.current.processed)
+        loop._load_combined_loader_states()
 
     def _forget_ckpt_path(self, trainer: Any) -> None:
         """Discards what Lightning read of `ckpt_path`, where the first run began. Raises RestoreError."""
@@ -164,6 +173,14 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         fetcher = trainer.fit_loop._data_fetcher
         if why := self._find_refusal(trainer, pl_module):
             refuse_reentry(why)
+        for each in fetcher.combined_loader.flattened:
+            if name := _find_hidden_sampler(each):
+                log.warning(
+                    "Order: for several ranks Lightning wraps the %s of a loader, and the loader's state "
+                    "lacks its position: if its order changes from epoch to epoch, give the loader a "
+                    "DistributedSampler, whose order follows from seed and epoch",
+                    name,
+                )
         if self._drawn is not None and not self.between_epochs:
             for each in trainer.callbacks:  # sets again what it set when the epoch began
                 if isinstance(each, callbacks.GradientAccumulationScheduler):
@@ -295,6 +312,14 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def _close(self) -> None:
         if self.checkpointer is not None:
             self.checkpointer.close()
+
+
+def _find_hidden_sampler(loader: Any) -> str:
+    """Returns the class of a sampler that Lightning has wrapped and that has no set_epoch; empty: none."""
+    outer = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    inner = getattr(getattr(outer, "dataset", None), "_sampler", None)
+    wrapped = type(outer).__name__ == "DistributedSamplerWrapper" and not hasattr(inner, "set_epoch")
+    return type(inner).__name__ if wrapped else ""
 
 
 class _EpochStart(callbacks.Callback):  # type: ignore[misc, unused-ignore]
