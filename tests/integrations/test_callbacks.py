@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,15 @@ def test_sampler_that_is_given_its_epoch_goes_on_in_the_order_of_that_epoch(tmp_
         pass
 
     class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, lost_at: int) -> None:
+        def __init__(self, lost_at: int, note: Callable[[list[float]], None]) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
-            self.lost_at, self.drawn = lost_at, []  # type: ignore[var-annotated]
+            self.lost_at, self.note = lost_at, note
 
         def training_step(self, batch: Any, _: int) -> Any:
             if self.global_step == self.lost_at:
                 raise Lost
-            self.drawn.append(batch.flatten().tolist())
+            self.note(batch.flatten().tolist())
             return self.layer(batch).square().mean()
 
         def configure_optimizers(self) -> Any:
@@ -120,14 +121,15 @@ def test_sampler_that_is_given_its_epoch_goes_on_in_the_order_of_that_epoch(tmp_
             enable_progress_bar=False,
             logger=False,
         )
-        model = Line(lost_at)
+        drawn: list[list[float]] = []
+        model = Line(lost_at, drawn.append)
         loader = StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0))
         if lost_at < 0:
             trainer.fit(model, loader)
         else:
             with pytest.raises(Lost):
                 trainer.fit(model, loader)
-        return model.drawn
+        return drawn
 
     whole = fit("whole")
     assert fit("lost", 8) + fit("lost") == whole

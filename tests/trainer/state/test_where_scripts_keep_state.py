@@ -233,6 +233,40 @@ def values_in_many_forms() -> Script:
     return loop(model, adam(model.parameters()))
 
 
+class Cached(nn.Module):
+    """Makes positions for an input's length once, as rotary embeddings do, and notes the length beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.positions = 0, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.length:
+            self.length, self.positions = len(x), torch.arange(len(x)) + 1.0
+        return x * self.positions[: len(x), None]
+
+
+class CachedByLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lengths: list[int] = []
+        self._kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self._lengths:
+            self._lengths.append(len(x))
+            self._kept[len(x)] = torch.arange(len(x)) + 1.0
+        return x * self._kept[len(x)][:, None]
+
+
+def with_a_cache(make: Callable[[], nn.Module]) -> Callable[[], Script]:
+    def build() -> Script:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH))
+        return loop(model, adam(model.parameters()))
+
+    return build
+
+
 def values_in_a_group() -> Script:
     """The script keeps the list and the array that it gave, and changes them in place."""
     model, betas, decay = net(), [0.9, 0.99], numpy.array(0.1)
@@ -268,6 +302,8 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "parameters from a set": parameters_from_a_set,
     "numbers of modules": numbers_of_modules,
     "values of modules in many forms": values_in_many_forms,
+    "cache and its length": with_a_cache(Cached),
+    "cache and its keys": with_a_cache(CachedByLength),
 }
 
 

@@ -20,8 +20,10 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.readable import UNCHANGEABLE, is_readable
 from tiercheck.trainer.state.user_state import generator_state, is_metric, set_generator
 from tiercheck.trainer.state.values import (
@@ -37,6 +39,9 @@ from tiercheck.trainer.state.values import (
 _MOST = 256
 """The most values in a collection that is stored, which is compared at each step."""
 _MISSING = object()
+_PLAIN = UNCHANGEABLE - {torch.device}
+"""Another process may have another device."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _attributes = itemgetter(1)
 
 Owner = tuple[str, dict[str, Any], Collection[str]]
@@ -78,7 +83,7 @@ class PlainAttributes:
         """The plain values among them, so that no other gets the identity of one; no tensor is kept alive."""
         self._began: dict[str, Any] = {}
         """The values with which the script began."""
-        self._changed: dict[str, Any] = {}
+        self._changed: dict[_Place, Any] = {}
         """The values that are others now, and cannot change in place."""
         self._collections: dict[_Place, None] = {}
         self._generators: dict[_Place, None] = {}
@@ -105,30 +110,45 @@ class PlainAttributes:
                 self._note_changes(list(compress(count(), map(ne, seen, self._seen))))
         except KeyError:
             self._list()
+        written = ((place, self._owners[place[0]][1][place[1]]) for place in self._collections)
+        changed = {
+            **self._changed,
+            **{at: own_copy(each) for at, each in written if self._is_other(at, each) and is_stored(each)},
+        }
+        owners = (self._owners[number] for number in {number for number, _ in changed})
         return {
-            "values": {
-                **self._changed,
-                **{
-                    path: own_copy(value)
-                    for path, value in self._named(self._collections)
-                    if self._is_other(path, value) and is_stored(value)
-                },
-            },
+            "values": {self._path(place): value for place, value in changed.items()},
             "generators": {path: generator_state(each) for path, each in self._named(self._generators)},
+            "forms": {before: forms for before, owner, _ in owners if (forms := self._forms(before, owner))},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, in the objects that are here."""
+        """Restores what `state_dict` returned, in the objects that are here.
+
+        Values may describe a tensor beside them that no version has, such as a cache and its length. Where
+        that tensor is another one here, or not made yet, they stay as the script made them, with a warning.
+        """
         owners = {before: owner for before, owner, _ in self._owners}
-        generators = state.get("generators", {})
+        generators, unfit = state.get("generators", {}), dict[str, str]()
+        for before, saved in state.get("forms", {}).items():
+            here = self._forms(before, owners.get(before, {}))
+            if (other := next((name for name in saved if here.get(name) != saved[name]), None)) is not None:
+                unfit[before] = other
         for path, value in {**state.get("values", {}), **generators}.items():
             before, point, name = path.rpartition(".")
-            if (owner := owners.get(before + point)) is None:
+            if (owner := owners.get(before + point)) is None or before + point in unfit:
                 continue
             if path in generators:
                 set_generator(owner.get(name), value)
             else:
                 owner[name] = put_back_value(owner.get(name), value)
+        if unfit:
+            before, name = next(iter(unfit.items()))
+            log.warning(
+                "Attribute: the plain values of %d modules, %r first, stay as the script made them: beside "
+                "them is %s, which is in no version",
+                *(len(unfit), before.rstrip("."), name),
+            )
 
     def changed_unsaved(self) -> str:
         """Returns the kind and the name of an attribute that changes and is in no version; empty: none."""
@@ -163,15 +183,15 @@ class PlainAttributes:
     def _note(self, at: int) -> None:
         """Notes what is at a place now. Raises KeyError."""
         place, (owner, name) = self._places[at], self._held[at]
-        path, value = f"{self._owners[place[0]][0]}{name}", owner[name]
+        value = owner[name]
         is_constant = _is_constant(value)
         self._seen[at], self._alive[at] = id(value), value if is_constant else None
         for each in (self._collections, self._generators, self._unsaved):
             each.pop(place, None)
-        self._changed.pop(path, None)
+        self._changed.pop(place, None)
         if is_constant:
-            if self._is_other(path, value):
-                self._changed[path] = value
+            if self._is_other(place, value):
+                self._changed[place] = value
         elif is_stored(value):
             self._collections[place] = None
         elif generator_state(value) is not None:
@@ -180,8 +200,19 @@ class PlainAttributes:
         elif not any(key.startswith(f"{name}_") for key in owner.get("_parameters", ())):
             self._unsaved[place] = None
 
-    def _is_other(self, path: str, value: Any) -> bool:
-        return not is_same(value, self._began.get(path, _MISSING))
+    def _forms(self, before: str, owner: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns shape or length of what an owner keeps in tensors that are neither parameter nor buffer."""
+        return {
+            name: list(value.shape) if isinstance(value, Tensor) else len(value)
+            for name, value in owner.items()
+            if name not in _OF_EVERY_MODULE and self._is_tracked(before, name) and has_tensors(value)
+        }
+
+    def _is_other(self, place: _Place, value: Any) -> bool:
+        return not is_same(value, self._began.get(self._path(place), _MISSING))
+
+    def _path(self, place: _Place) -> str:
+        return f"{self._owners[place[0]][0]}{place[1]}"
 
 
 class AttributeWatch:
@@ -237,7 +268,7 @@ def names_set_by(kind: type, of: tuple[str, ...] = ("",), without: tuple[str, ..
 
 def is_stored(value: Any) -> bool:
     """Returns whether it is a plain value, or a short collection of such, and could be read back."""
-    return type(value) in UNCHANGEABLE or (_count(value) <= _MOST and is_readable(value))
+    return type(value) in _PLAIN or (_count(value) <= _MOST and is_readable(value))
 
 
 def _is_record(value: Any) -> bool:
@@ -251,8 +282,8 @@ def _is_constant(value: Any) -> bool:
     """Returns whether it is stored, and cannot change in place."""
     kind = type(value)
     if kind is tuple:
-        return len(value) <= _MOST and UNCHANGEABLE.issuperset(map(type, value))
-    return kind in UNCHANGEABLE or (_is_scalar(value) and is_readable(value))
+        return len(value) <= _MOST and _PLAIN.issuperset(map(type, value))
+    return kind in _PLAIN or (_is_scalar(value) and is_readable(value))
 
 
 def _is_scalar(value: Any) -> bool:
@@ -264,7 +295,7 @@ def _is_scalar(value: Any) -> bool:
 def _count(value: Any) -> int:
     """Returns the number of values in a collection; more than `_MOST` for what is none."""
     kind = type(value)
-    if kind in UNCHANGEABLE or _is_scalar(value):
+    if kind in _PLAIN or _is_scalar(value):
         return 1
     if kind is array_type():
         return _MOST + 1 if value.dtype.hasobject else 1 + value.nbytes // 8
@@ -279,7 +310,7 @@ def _count(value: Any) -> int:
     for each in members:
         if counted > _MOST:
             break
-        counted += type(each) not in UNCHANGEABLE and _count(each)
+        counted += type(each) not in _PLAIN and _count(each)
     return counted
 
 
