@@ -49,6 +49,8 @@ _LEAST_PAUSE = 0.02
 """Seconds. The minimum between two reconciles of a job, so that a burst of changes is handled as one."""
 _COOLDOWN_FACTOR = 4.0
 """The pause after a reconcile in multiples of the decision's duration: limits a job to 1/5 of the CPU."""
+_READ_AGAIN = 60.0
+"""Seconds after which the objects of a job with constant news, as one that trains has, are read again."""
 _LATE = 4.0
 """Seconds that a kubelet may take to claim a new pod before its node's lease is read."""
 _OWNER_EVERY = {True: 60.0, False: 10.0}
@@ -101,6 +103,8 @@ class JobLoop:
         self._owned_objects = OwnedObjects(reconciler_context.kube)
         self._topology = TopologySource(reconciler_context.kube)
         self._known = False
+        self._read_at = float("-inf")
+        """The time at which the objects that the job owns were read."""
         self._maybe_outdated = False
         """True while an answer of the API server suggests that the job is gone or has changed."""
         self._executor = Executor(
@@ -244,6 +248,8 @@ class JobLoop:
         except Exception as error:
             await self._report_invalid_job(error)
             return reconciler_context.config.resync_seconds
+        # Anybody may have deleted them, and only pods are watched.
+        self._known = self._known and reconciler_context.clock() - self._read_at < _READ_AGAIN
         if _is_managed(job) and (self._maybe_outdated or not (self._known or self._is_done(job))):
             # Nothing is created for a job that exists only in a late event or a watch that missed its end.
             await self._reread_job()
@@ -257,7 +263,7 @@ class JobLoop:
             job = await self._topology.resolve(job)
         if not self._known and not self._is_done(job):
             await self._owned_objects.refresh(job)
-            self._known = True
+            self._known, self._read_at = True, reconciler_context.clock()
         await self._read_owner_size(job)
         await self._look_at_leases(job)
         observation = self._observe(job)

@@ -282,6 +282,23 @@ async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_
     assert kube.calls
 
 
+async def test_what_somebody_deleted_of_a_job_that_always_has_news_is_made_again() -> None:
+    """A job that trains is never quiet; without its Secret no pod of it starts any more."""
+    kube, now = StandIn(new_job()), 1000.0
+    loop = JobLoop(new_job(), replace(surroundings(kube), clock=lambda: now))
+    secret = "/api/v1/namespaces/default/secrets/j-credentials"
+    await loop._reconcile()
+    first = kube.objects.pop(secret)
+    reads = kube.names("GET").count("j-credentials")
+    for _ in range(50):
+        now += 1.0
+        await loop._reconcile()
+    assert kube.names("GET").count("j-credentials") == reads, "to ask costs the API server something"
+    now += 10.0
+    await loop._reconcile()
+    assert kube.objects[secret]["data"] == first["data"], "the one that its sidecars believe"
+
+
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
     kube, forgotten = StandIn(None), list[str]()
     loop = JobLoop(new_job(), surroundings(kube, gone=forgotten.append))
