@@ -259,6 +259,19 @@ class CachedByLength(nn.Module):
         return x * self._kept[len(x)][:, None]
 
 
+class MadeAtFirst(nn.Module):
+    """Makes an object at its first input, and notes that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_made, self._table = False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._is_made:
+            self._is_made, self._table = True, KeepsMuch  # type: ignore[assignment]
+        return x * len(self._table.__name__)  # type: ignore[attr-defined]
+
+
 def with_a_cache(make: Callable[[], nn.Module]) -> Callable[[], Script]:
     def build() -> Script:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH))
@@ -304,6 +317,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "values of modules in many forms": values_in_many_forms,
     "cache and its length": with_a_cache(Cached),
     "cache and its keys": with_a_cache(CachedByLength),
+    "object and whether it is made": with_a_cache(MadeAtFirst),
 }
 
 

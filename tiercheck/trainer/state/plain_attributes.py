@@ -115,32 +115,32 @@ class PlainAttributes:
             **self._changed,
             **{at: own_copy(each) for at, each in written if self._is_other(at, each) and is_stored(each)},
         }
-        owners = (self._owners[number] for number in {number for number, _ in changed})
+        owners = {number for number, _ in changed}
         return {
             "values": {self._path(place): value for place, value in changed.items()},
             "generators": {path: generator_state(each) for path, each in self._named(self._generators)},
-            "forms": {before: forms for before, owner, _ in owners if (forms := self._forms(before, owner))},
+            "forms": {self._owners[number][0]: self._forms(number) for number in owners},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, in the objects that are here.
 
-        Values may describe a tensor beside them that no version has, such as a cache and its length. Where
-        that tensor is another one here, or not made yet, they stay as the script made them, with a warning.
+        Values may describe what is beside them and in no version, such as a cache and its length. Where that
+        is something else here, or not made yet, they stay as the script made them, with a warning.
         """
         owners = {before: owner for before, owner, _ in self._owners}
         generators, unfit = state.get("generators", {}), dict[str, str]()
-        for before, saved in state.get("forms", {}).items():
-            here = self._forms(before, owners.get(before, {}))
-            if (other := next((name for name in saved if here.get(name) != saved[name]), None)) is not None:
-                unfit[before] = other
+        for before, forms in state.get("forms", {}).items():
+            here = owners.get(before, {})
+            if other := [name for name in forms if _form(here.get(name)) != forms[name]]:
+                unfit[before] = other[0]
         for path, value in {**state.get("values", {}), **generators}.items():
             before, point, name = path.rpartition(".")
-            if (owner := owners.get(before + point)) is None or before + point in unfit:
+            if (owner := owners.get(before + point)) is None:
                 continue
             if path in generators:
                 set_generator(owner.get(name), value)
-            else:
+            elif before + point not in unfit:
                 owner[name] = put_back_value(owner.get(name), value)
         if unfit:
             before, name = next(iter(unfit.items()))
@@ -200,12 +200,14 @@ class PlainAttributes:
         elif not any(key.startswith(f"{name}_") for key in owner.get("_parameters", ())):
             self._unsaved[place] = None
 
-    def _forms(self, before: str, owner: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns shape or length of what an owner keeps in tensors that are neither parameter nor buffer."""
+    def _forms(self, number: int) -> dict[str, Any]:
+        """Returns the forms of what an owner keeps beside its values, and that is in no version."""
+        before, owner, _ = self._owners[number]
+        beside = [name for name in owner if name not in _OF_EVERY_MODULE and self._is_tracked(before, name)]
         return {
-            name: list(value.shape) if isinstance(value, Tensor) else len(value)
-            for name, value in owner.items()
-            if name not in _OF_EVERY_MODULE and self._is_tracked(before, name) and has_tensors(value)
+            name: _form(owner[name])
+            for name in beside
+            if (number, name) in self._unsaved or has_tensors(owner[name])
         }
 
     def _is_other(self, place: _Place, value: Any) -> bool:
@@ -312,6 +314,13 @@ def _count(value: Any) -> int:
             break
         counted += type(each) not in _PLAIN and _count(each)
     return counted
+
+
+def _form(value: Any) -> Any:
+    """Returns the shape of a tensor, the length of a collection of such, the class of another object."""
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return len(value) if has_tensors(value) else type(value).__name__
 
 
 def _kind(value: Any) -> str:
