@@ -200,6 +200,53 @@ def test_second_training_of_a_process_is_saved_though_the_first_left_nothing(tmp
     assert find(tmp_path, run="second").step == 1
 
 
+def loop(folder: Path, totals: Sequence[int], made: Callable[[int], int] = lambda number: 1) -> list[int]:
+    """Trains by `steps` up to each total, with so many updates in each, and returns the numbers yielded."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    numbers = []
+    with Checkpointer(model, optimizer, folder=folder, every=2) as checkpointer:
+        for total in totals:
+            for step in checkpointer.steps(total):
+                numbers.append(int(step))
+                with step:
+                    for _ in range(made(step)):
+                        optimizer.zero_grad()
+                        model(torch.ones(4)).sum().backward()
+                        optimizer.step()
+                        checkpointer.step()
+                checkpointer.wait()
+    return numbers
+
+
+def test_second_loop_of_steps_goes_on_where_the_first_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert loop(tmp_path, [3, 5]) == [0, 1, 2, 3, 4]
+    assert capfd.readouterr().err.count("tiercheck: ") == 1, "the second restored, and went back"
+    assert loop(tmp_path, [3, 7]) == [4, 5, 6]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("made", "calls"),
+    [
+        (lambda number: number % 2, "was called 0 times, not 1"),
+        (lambda number: 2, "was called 2 times, not 1"),
+        (lambda number: 0, "was called 0 times, not 1"),
+        (lambda number: int(number != 4), "was called 4 times, not 5"),
+    ],
+    ids=["accumulated", "twice", "never", "one is skipped"],
+)
+def test_step_that_is_not_called_once_in_each_of_steps_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: Callable[[int], int], calls: str
+) -> None:
+    assert loop(tmp_path, [6], made) == [0, 1, 2, 3, 4, 5]
+    (said,) = caplog.messages
+    assert calls in said
+    assert "Call step() once at the end of each" in said
+
+
 def test_changed_hyper_parameters_are_told_with_old_and_new_value(lives: Lives, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     assert lives.run(Script(folder, 4, schedule=True)) == 0

@@ -139,7 +139,9 @@ class Checkpointer:
             self._failure_reporter = FailureReporter(self._report_failing)
         self._trained.check()
         self._claim = Claim(self._backend.place, name_of(run))
-        self._loop = StepLoop(self.rank, self.world_size, self._pause, self._go_on, self._enter_again)
+        self._loop = StepLoop(
+            self.rank, self.world_size, self._pause, self._go_on, self._enter_again, ended=self._compare_count
+        )
         process.wait_at_exit()
         atexit.register(self.close)
 
@@ -174,6 +176,7 @@ class Checkpointer:
         """The step of the newest snapshot that was begun or restored; 0: none."""
         self.step_number = 0
         """The number of optimizer steps done, including restored ones."""
+        self._restored = False
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
 
@@ -278,6 +281,7 @@ class Checkpointer:
             self._stop = StopRequest()
         self._progress.begin()
         self._loop.join_entered_function()
+        self._restored = True
         return self.step_number
 
     def steps(self, total: int) -> Iterator[RepeatableStep]:
@@ -291,12 +295,14 @@ class Checkpointer:
         When another rank of the job is lost, the current step is abandoned, the version to continue from is
         loaded into the existing model, and the loop continues with the step after it. What the script
         creates before the loop is kept as it is; what has to go back belongs in `state`. Outside a cluster
-        this is the loop over `range(restore(), total)`.
+        this is the loop over `range(restore(), total)`. A later loop, such as that of a second phase, goes on
+        where the one before ended.
 
         Raises:
             RestoreError, DifferentState, NotCapturable: As `restore`.
         """
-        return self._loop.steps(self.restore(), total)
+        # A second restore would go back to the newest version, and so undo the steps after it.
+        return self._loop.steps(self.step_number if self._restored else self.restore(), total)
 
     def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[RepeatableStep, _Batch]]:
         """Yields each step as `steps` does, with the next batch of `loader`.
@@ -473,6 +479,17 @@ class Checkpointer:
         if not (step := self.restore()):
             raise RestoreError("there is no version to go back to, and what the script began with is gone")
         return step
+
+    def _compare_count(self, number: int) -> None:
+        """Warns if step `number` of `steps` has ended and `step` was not called once in each so far."""
+        if self.step_number != number + 1 and not self._forked:
+            self._saver.warn(
+                "Steps",
+                f"step {number} of `steps` has ended, and step() was called {self.step_number} times, not "
+                f"{number + 1}: a restore continues at the number of its calls, so other steps than these "
+                "are trained again. Call step() once at the end of each, also of one that is skipped; "
+                "accumulate the gradients of several batches within one",
+            )
 
     def _enter_again(self, is_made_anew: bool) -> None:
         """Prepares for another call of the function, which creates its Checkpointer if `is_made_anew`."""

@@ -53,15 +53,18 @@ class StepLoop:
         pause: Callable[[], None],
         go_on: Callable[[], int],
         enter_again: Callable[[bool], None] = lambda _: None,
+        *,
+        ended: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Takes what a process does between two attempts.
 
         `pause`: ends all that belongs to the ended one; raises CannotForget if the model cannot be trained
         any more. `go_on`: restores the new one, and returns its step. `enter_again`: prepares for a function
-        that restores it; given whether that function makes its Checkpointer anew.
+        that restores it; given whether that function makes its Checkpointer anew. `ended`: is given the
+        number of each step of `steps` that is not made again.
         """
         self._rank, self._world_size = rank, world_size
-        self._pause, self._go_on, self._enter_again = pause, go_on, enter_again
+        self._pause, self._go_on, self._enter_again, self._ended = pause, go_on, enter_again, ended
         self._made_in = _entered
         self._listener: OrderListener | None = None
         self._inside = False
@@ -83,10 +86,13 @@ class StepLoop:
                 if self._listener is not None and self._listener.is_interrupted and self._rewound is None:
                     self._rewind()
                 rewound, self._rewound = self._rewound, None
+                if rewound is None:
+                    self._ended(number)
                 number = number + 1 if rewound is None else rewound
         finally:
             if self._listener is not None and _entered is None:
                 self._listener.close()
+                self._listener = None  # a later loop listens anew
 
     def interruption_point(self) -> None:
         """Raises StepInterrupted within a step of an ended attempt.
