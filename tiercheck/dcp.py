@@ -43,6 +43,7 @@ from tiercheck.trainer.backends.backend import (
     Backend,
     Offer,
     RestoreError,
+    Skipped,
     WarnOnce,
     is_distributed,
     rank_and_world,
@@ -95,7 +96,7 @@ class Storage:
         self._warn = WarnOnce()
         self._number = next(_numbers)
         self._under_way: Future[Any] | None = None
-        self._begun = self._closed = False
+        self._begun = self._closed = self._is_read = False
         self._pid = os.getpid()
         self._offer: Offer | None = backend.find()
         with self._slots.lock:
@@ -127,6 +128,7 @@ class Storage:
         """Returns a reader of the version to load, for `dcp.load`. Raises RestoreError if there is none."""
         if self._offer is None:
             raise RestoreError("there is no version to load: this is a fresh start")
+        self._is_read = True
         return TierCheckReader(self._offer)
 
     def writer(self, step: int | None = None) -> TierCheckWriter:
@@ -193,7 +195,7 @@ class Storage:
             yield
         except (Exception, CheckpointException) as error:
             self.failed += 1
-            self._warn(type(error).__name__, f"a version was not saved: {_in_words(error)}")
+            self._warn(_kind_of(error), f"a version was not saved: {_in_words(error)}")
 
     def end_step(self, step: int, loss: float | None = None) -> None:
         """Reports that optimizer step `step` is done, so that the job sees progress. Returns at once."""
@@ -233,6 +235,13 @@ class Storage:
         """Reports once that the version was loaded: training continues, so nothing more will be loaded."""
         if not self._begun:
             self._begun = True
+            if self._offer is not None and not self._is_read and self.rank == 0:
+                self._warn(
+                    "Load",
+                    f"{self._offer.version} was not loaded, so each start of this script begins anew, and "
+                    f"what it saves is older than that until step {self.start}: call load(state) before the "
+                    "first save, or give another folder to begin anew",
+                )
             with self._slots.lock:
                 self._backend.restored(self.start)
 
@@ -246,6 +255,13 @@ class Storage:
         while not self._stop.wait(_FLUSH_SECONDS):
             with self._slots.lock:
                 self._backend.flush()
+
+
+def _kind_of(error: BaseException) -> str:
+    """Returns the name of the trouble: for DCP's error, which is the same for all, that of the first rank."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    first = failures[min(failures)][0] if failures else error
+    return first.kind if isinstance(first, Skipped) else type(first).__name__
 
 
 def _in_words(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,40 @@ def test_complete_version_is_not_touched_by_a_second_save_of_its_step(tmp_path: 
     with Storage(tmp_path / "checkpoints") as storage:
         assert storage.load(state) == 1
     assert state["weight"].equal(torch.ones(3))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Ours; what torch logs of a failed save is an error."""
+    return [each.message for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_script_that_loads_nothing_is_told_that_it_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start in (0, 20):
+        with Storage(tmp_path) as storage:
+            assert storage.start == start
+            assert storage.save({"weight": torch.ones(3)}, start or 20) == (not start)
+    told, _ = warnings_of(caplog)
+    assert "step 20 (attempt 0) was not loaded" in told
+    assert "call load(state) before the first save" in told
+    caplog.clear()
+    with Storage(tmp_path) as storage:
+        dcp.load({"weight": torch.zeros(3)}, storage_reader=storage.reader())
+        assert storage.save({"weight": torch.ones(3)}, 21)
+    assert not warnings_of(caplog)
+
+
+def test_each_kind_of_failed_save_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Storage(tmp_path) as storage:
+        assert storage.save({"weight": torch.ones(3)}, 1)
+        for step in (1, 1, 2, 3):
+            assert not storage.save({"weight": torch.ones(3), "bad": open}, step)
+        assert not storage.save({"weight": torch.ones(3).to_sparse()}, 4)
+    said = warnings_of(caplog)
+    assert len(said) == 2
+    assert "is saved already" in said[0]
+    assert "bad: a builtins.builtin_function_or_method could not be read back" in said[1]
 
 
 def test_a_checkpointer_says_that_such_a_version_is_not_its_own(tmp_path: Path) -> None:
