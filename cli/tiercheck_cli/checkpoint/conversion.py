@@ -137,7 +137,26 @@ def _checkpointer_state(saved: Saved) -> _State:
         nested["state"] = contents[0]["state"]
         if len(contents) > 1:
             remarks.append("of the script's own state (state) that of rank 0 is taken")
+    texts = _keys_as_text({"model": facts[0]["model_extra"], "state": contents[0]["state"]})
+    if texts:
+        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        remarks.append(
+            f"the keys of {', '.join(texts[:3])}{more} are not text; torch writes them as text, and an import "
+            "brings them back as text: set these anew after restore()"
+        )
     return nested, stored, remarks
+
+
+def _keys_as_text(value: Any, place: str = "") -> list[str]:
+    """Returns the places of the mappings in `value` with keys other than text."""
+    if isinstance(value, Mapping):
+        here = [place] if not all(isinstance(key, str) for key in value) else []
+        inside = [(f"{place}.{key}" if place else str(key), each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        here, inside = [], [(f"{place}.{index}", each) for index, each in enumerate(value)]
+    else:
+        return []
+    return here + [found for name, each in inside for found in _keys_as_text(each, name)]
 
 
 def _plain(content: bytes, what: str) -> Any:
@@ -295,7 +314,10 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
         path = tuple((metadata.planner_data or {}).get(fqn) or fqn.split("."))
         rest = fqn if not prefix else fqn.removeprefix(f"{prefix}.")
         if not prefix or rest != fqn:
-            if isinstance(described, TensorStorageMetadata):
+            name, inside = _extra_state(rest, path)
+            if inside:
+                set_element(found.model_extra, (name, *inside), _value(source, fqn, described))
+            elif isinstance(described, TensorStorageMetadata):
                 found.tensors[f"model/{rest}"] = source.tensor(fqn, described)
             else:
                 found.model_extra[rest] = source.value(fqn)
@@ -308,12 +330,7 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             else:
                 state[key] = {"value": source.value(fqn)}
         elif path[0] == "state" or path[:2] == ("optimizer", "param_groups"):
-            if isinstance(described, BytesStorageMetadata):
-                value = source.value(fqn)
-            else:
-                dtype, shape, fill = source.tensor(fqn, described)
-                fill(value := torch.empty(shape, dtype=dtype))
-            set_element(nested, path, value)
+            set_element(nested, path, _value(source, fqn, described))
         else:
             found.left_out.append(fqn)
     groups = nested.get("optimizer", {}).get("param_groups")
@@ -336,6 +353,26 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             USAGE,
         )
     return found
+
+
+def _extra_state(name: str, path: tuple[str | int, ...]) -> tuple[str, tuple[str | int, ...]]:
+    """Returns the key of a module's extra state, and the place in it that torch has made an item of its own.
+
+    `name`, `path`: of the item. Without such a place the key is `name`.
+    """
+    for index, part in enumerate(path[:-1]):
+        if str(part).rpartition(".")[2] == "_extra_state":
+            inside = path[index + 1 :]
+            return name.removesuffix("".join(f".{each}" for each in inside)), inside
+    return name, ()
+
+
+def _value(source: _DcpFolder, fqn: str, described: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if isinstance(described, BytesStorageMetadata):
+        return source.value(fqn)
+    dtype, shape, fill = source.tensor(fqn, described)
+    fill(value := torch.empty(shape, dtype=dtype))
+    return value
 
 
 class _DcpFolder:

@@ -280,6 +280,60 @@ def test_exported_and_imported_as_dcp_a_run_goes_on_where_it_was(
         equal(optimizer.state[mine], restored[1].state[theirs])
 
 
+class Scaled(nn.Linear):
+    """Keeps what torch splits into items of its own beside its weights, and more in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: dict[str, Any] = {"scale": torch.zeros(2), "history": {}, "steps": [0]}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+def test_extra_state_of_modules_comes_back_from_an_exported_folder(tmp_path: Path) -> None:
+    def begin(folder: Path, extra: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        model = nn.Sequential(Scaled())
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Checkpointer(model, optimizer, folder=folder, every=1) as checkpointer:
+            step = checkpointer.restore()
+            model(torch.ones(2)).sum().backward()
+            model[0].extra = extra or model[0].extra
+            optimizer.step()
+            checkpointer.step()
+        return step, model[0].extra
+
+    extra = {"scale": torch.ones(2), "history": {"amax": 2.5, "seen": {"1": "a"}}, "steps": [1, 2]}
+    begin(tmp_path / "saved", extra)
+    assert export(tmp_path / "saved", "dcp", tmp_path / "plain").status == 0
+    import_(tmp_path / "plain", "dcp", tmp_path / "seeded", "--step", "40").well()
+    step, found = begin(tmp_path / "seeded")
+    assert step == 40
+    assert torch.equal(found.pop("scale"), extra.pop("scale"))
+    assert found == extra
+
+
+def test_keys_that_torch_makes_text_of_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rates = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
+    for name, state in (
+        ("steps", {"rates": rates, "seen": {"a": {"b": 1}}}),
+        ("plain", {"seen": {"a": [1]}}),
+    ):
+        with Checkpointer(model, optimizer, state=state, folder=tmp_path / name, every=1) as checkpointer:
+            checkpointer.restore()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+        said = export(tmp_path / name, "dcp", tmp_path / f"{name}-dcp").well().err
+        assert ("the keys of state.rates.milestones are not text" in said) == (name == "steps")
+        assert ("set these anew after restore()" in said) == (name == "steps")
+
+
 def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(3)
     weights = model_of_the_run().state_dict()
