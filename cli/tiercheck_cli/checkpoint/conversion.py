@@ -141,8 +141,8 @@ def _checkpointer_state(saved: Saved) -> _State:
     if texts:
         more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
         remarks.append(
-            f"the keys of {', '.join(texts[:3])}{more} are not text; torch writes them as text, and an import "
-            "brings them back as text: set these anew after restore()"
+            f"the keys of {', '.join(texts[:3])}{more} are not text; torch writes them as text, and an "
+            "import brings them back as text: set these anew after restore()"
         )
     return nested, stored, remarks
 
@@ -334,7 +334,7 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
         else:
             found.left_out.append(fqn)
     groups = nested.get("optimizer", {}).get("param_groups")
-    if groups and optimizer["states"]:
+    if groups:  # with no state, as of SGD without momentum, they have the rate that a schedule reached
         optimizer["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in groups
         ]

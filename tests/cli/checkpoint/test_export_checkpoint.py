@@ -316,6 +316,23 @@ def test_extra_state_of_modules_comes_back_from_an_exported_folder(tmp_path: Pat
     assert found == extra
 
 
+def test_rate_of_an_optimizer_without_state_comes_back_from_an_exported_folder(tmp_path: Path) -> None:
+    def begin(folder: Path, rate: float) -> float:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        with Checkpointer(model, optimizer, folder=folder, every=1) as checkpointer:
+            checkpointer.restore()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    begin(tmp_path / "saved", 0.25)
+    assert export(tmp_path / "saved", "dcp", tmp_path / "plain").status == 0
+    assert "weights and optimizer" in import_(tmp_path / "plain", "dcp", tmp_path / "seeded").well().err
+    assert begin(tmp_path / "seeded", 0.5) == 0.25
+
+
 def test_keys_that_torch_makes_text_of_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
