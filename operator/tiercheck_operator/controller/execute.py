@@ -74,7 +74,7 @@ class Executor:
         self._gone: set[str] = set()
         """The UIDs of unseen pods that are not there."""
         self._made: dict[str, tuple[int, float]] = {}
-        """How often each pod was made, and the monotonic time of the last."""
+        """The number of times that each pod was made, and the monotonic time of the last."""
 
     async def run(
         self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None

@@ -41,7 +41,7 @@ _GRACE_WITH_REMOTE = 300
 _OF_ONE_POD = (
     names.LABEL_WORKER, names.LABEL_INCARNATION, names.LABEL_SPARE, ANNOTATION_AVOIDED, ANNOTATION_GIVEN_UP
 )  # fmt: skip
-"""What a template may have that was copied from a pod, and would be read as being about each new one."""
+"""Labels and annotations that a template may have from a pod, and that are not about each new one."""
 
 _NODE_MEMORY = NodeMemory()
 

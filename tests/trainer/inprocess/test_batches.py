@@ -1,4 +1,4 @@
-"""Promise: a loop over `checkpointer.batches` goes on at its next batch, with equal losses, or is warned."""
+"""Promise: a loop over `batches` goes on at its next batch with equal losses, or is warned."""
 
 from __future__ import annotations
 
