@@ -341,7 +341,10 @@ class _Progress:
         self._watch = CallbackWatch("state_dict and load_state_dict")
         self._attributes = PlainAttributes(
             trainer,
-            lambda: [("hparams.", module.hparams, ()), ("trainer.", vars(trainer), ())],
+            lambda: [
+                ("hparams.", module.hparams if isinstance(module.hparams, dict) else {}, ()),
+                ("trainer.", vars(trainer), ()),
+            ],
             lambda before, name: before == "hparams." or name in _SETTINGS,
         )
         self._attributes.begin()

@@ -647,6 +647,26 @@ class RaisesKeyErrors:
         self.count = state["count"]
 
 
+class RaisesAtAll:
+    """Has no dict, and raises for its name."""
+
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
+def test_objects_of_modules_whose_missing_attributes_raise_end_nothing(tmp_path: Path) -> None:
+    model = net()
+    model.odd, model.steps = RaisesAtAll(), 0  # type: ignore[assignment]
+    optimizer = adam(model.parameters())
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        model.steps = 3  # type: ignore[assignment]
+        train(loop(model, optimizer), checkpointer, 1, wait=True)
+        assert checkpointer.captured == 1
+
+
 def test_object_whose_missing_attributes_raise_other_errors_is_saved(tmp_path: Path) -> None:
     def build() -> Script:
         model, own = net(), RaisesKeyErrors()

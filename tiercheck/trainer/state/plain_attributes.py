@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, compress, count
 from operator import itemgetter, ne
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -166,7 +166,9 @@ class PlainAttributes:
             (number, name)
             for number, (before, owner, private) in enumerate(self._owners)
             for name in owner
-            if (name in private or not name.startswith("_")) and self._is_tracked(before, name)
+            if isinstance(name, str)
+            and (name in private or name[:1] != "_")
+            and self._is_tracked(before, name)
         ]
         self._held = [(self._owners[number][1], name) for number, name in self._places]
         self._seen, self._alive = [0] * len(self._places), [None] * len(self._places)
@@ -257,13 +259,19 @@ def names_set_by(kind: type, of: tuple[str, ...] = ("",), without: tuple[str, ..
     """Returns the names of attributes that methods of a class and of its bases set.
 
     `of`, `without`: the beginnings of the names of the modules with the bases that count, and do not."""
+    bases = [base for base in kind.__mro__ if f"{base.__module__}.".startswith(of)]
+    methods = (
+        getattr(each, "fset", None) if isinstance(each, property) else getattr(each, "__func__", each)
+        for base in bases
+        if not f"{base.__module__}.".startswith(without)
+        for each in vars(base).values()
+        if isinstance(each, (FunctionType, property, classmethod))
+    )
     return frozenset(
         instruction.argval
-        for base in kind.__mro__
-        if (module := f"{base.__module__}.").startswith(of) and not module.startswith(without)
-        for each in vars(base).values()
-        if inspect.isfunction(function := inspect.unwrap(getattr(each, "fset", None) or each))
-        for instruction in dis.get_instructions(function)
+        for method in methods
+        if isinstance(method, FunctionType)
+        for instruction in dis.get_instructions(inspect.unwrap(method))
         if instruction.opname == "STORE_ATTR"
     )
 
@@ -273,11 +281,18 @@ def is_stored(value: Any) -> bool:
     return type(value) in _PLAIN or (_count(value) <= _MOST and is_readable(value))
 
 
+def _is_text(name: object) -> bool:
+    return isinstance(name, str)
+
+
 def _is_record(value: Any) -> bool:
     if isinstance(value, (nn.Module, Tensor, type, ModuleType)) or callable(value) or _is_scalar(value):
         return False
-    attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and bool(attributes) and all(map(is_stored, attributes.values()))
+    try:
+        attributes = vars(value)
+    except Exception:  # it has none; or of a `__getattr__` of the script's
+        return False
+    return type(attributes) is dict and bool(attributes) and all(map(is_stored, attributes.values()))
 
 
 def _is_constant(value: Any) -> bool:
