@@ -176,7 +176,8 @@ class Checkpointer:
         """The step of the newest snapshot that was begun or restored; 0: none."""
         self.step_number = 0
         """The number of optimizer steps done, including restored ones."""
-        self._restored = False
+        self._restored = -1
+        """The step that `restore` returned; -1: it was not called."""
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
 
@@ -283,7 +284,7 @@ class Checkpointer:
             self._stop = StopRequest()
         self._progress.begin()
         self._loop.join_entered_function()
-        self._restored = True
+        self._restored = self.step_number
         return self.step_number
 
     def steps(self, total: int) -> Iterator[RepeatableStep]:
@@ -304,7 +305,7 @@ class Checkpointer:
             RestoreError, DifferentState, NotCapturable: As `restore`.
         """
         # A second restore would go back to the newest version, and so undo the steps after it.
-        return self._loop.steps(self.step_number if self._restored else self.restore(), total)
+        return self._loop.steps(self.restore() if self._restored < 0 else self.step_number, total)
 
     def batches(self, loader: Iterable[_Batch], total: int) -> Iterator[tuple[RepeatableStep, _Batch]]:
         """Yields each step as `steps` does, with the next batch of `loader`.
@@ -329,9 +330,10 @@ class Checkpointer:
         found: Iterator[_Batch] = iter(())
         for step in self.steps(total):
             if restored != self._loop.rewinds:
+                resumes = restored >= 0 or 0 < self.step_number == self._restored
                 restored, drawn = self._loop.rewinds, user_state.random_state()
                 found = follow(loader)
-                if self.step_number:  # an undisturbed run drew its loader's seed when the epoch began
+                if resumes:  # an undisturbed run drew its loader's seed when the epoch began
                     user_state.set_random_state(drawn)
             batch = next(found, None)
             if batch is None:

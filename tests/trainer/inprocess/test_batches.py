@@ -74,6 +74,24 @@ def test_loader_without_a_position_is_in_the_log(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("Data: `batches` begins this loader anew after a restore") == 1
 
 
+def test_loop_of_each_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
+    """Where nothing was restored, the loader's seed is one more random number of the script's."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(DATA, 4, shuffle=True)
+    orders = []
+    with Checkpointer(model, optimizer, folder=tmp_path) as checkpointer:
+        for total in (5, 10, 15):
+            order = []
+            for step, (x,) in checkpointer.batches(loader, total):
+                with step:
+                    optimizer.step()
+                    checkpointer.step()
+                order += x[:, 0].tolist()
+            orders.append(order)
+    assert len({*map(tuple, orders)}) == 3
+
+
 def test_loader_without_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loader has no batch"):
         life(tmp_path, lambda: ([], {}), 1)
