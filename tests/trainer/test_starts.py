@@ -224,10 +224,8 @@ def test_second_loop_of_steps_goes_on_where_the_first_ended(
 ) -> None:
     assert loop(tmp_path, [3, 5]) == [0, 1, 2, 3, 4]
     assert capfd.readouterr().err.count("tiercheck: ") == 1, "the second restored, and went back"
-    assert not caplog.messages
     assert loop(tmp_path, [3, 7]) == [4, 5, 6]
-    (said,) = caplog.messages
-    assert "continues after its step 4, with its weights: if it is another one, such as the next fold" in said
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ SECOND = (
     "not saved, and begins anew after a failure; make it a job of its own"
 )
 
-CONTINUED = (
-    "a training of this process had the same name and has ended, and this one continues after its step {}, "
-    "with its weights: if it is another one, such as the next fold, give each of them a `run` of its own"
-)
-
 
 class Announcements:
     """Reports starts and resumes of one Checkpointer: rank 0 prints to stderr, any rank logs problems."""

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from tiercheck.protocol.names import ENV_RUN_DIR, STEP_SUSPECTED
 from tiercheck.trainer import process
-from tiercheck.trainer.announcements import CONTINUED, SECOND, Announcements, StepProgress
+from tiercheck.trainer.announcements import SECOND, Announcements, StepProgress
 from tiercheck.trainer.backends.backend import Claim, RestoreError
 from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.inprocess.groups import groups
@@ -259,8 +259,6 @@ class Checkpointer:
         if offer is not None:
             loaded = Restoring(trained, backend).load(offer)
             self.step_number = self._saved = loaded.version.step
-            if self._claim.is_after_end:
-                self._saver.warn("Continued", CONTINUED.format(loaded.version.step))
         elif (function := entered()) is not None and function.is_again:
             raise RestoreError("there is no version to go back to, and what the script began with is gone")
         backend.restored(self.step_number)  # before the saver's thread asks the sidecar for slots
@@ -449,8 +447,6 @@ class Checkpointer:
         self._hooks.remove()
         self._saver.close(_CLOSE_SECONDS)
         self._backend.close()
-        if finished and self.step_number:
-            self._claim.end()
         self._leave_process()
 
     def _leave_process(self) -> None:

@@ -265,7 +265,7 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
 
 def look_at_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the training thread does where all lies on a device."""
-    monkeypatch.setattr(watch.Watch, "bytes", lambda _: 0)
+    monkeypatch.setattr(watch._Part, "bytes", lambda _: 0)
     monkeypatch.setattr(buffers.Buffers, "_written", lambda *_: set())
 
 

@@ -96,8 +96,6 @@ _held: set[tuple[int, str]] = set()
 """The process and place of each `Claim`."""
 _first: dict[tuple[int, str], str] = {}
 """The first training that each process saved to each place."""
-_ended: set[tuple[int, str, str]] = set()
-"""The process, place and name of each training that has ended."""
 
 Ranges = Sequence[tuple[int, int]]
 """Byte ranges in a slot: from the first to before the second."""
@@ -269,13 +267,6 @@ class Claim:
         _held.add(self._key)
         self.is_second = _first.setdefault(self._key, run) != run
         """True if another training of this process had the place before."""
-        self._name = *self._key, run
-        self.is_after_end = self._name in _ended
-        """True if a training of this process has ended here under the same name."""
-
-    def end(self) -> None:
-        """Records that the training has ended, and not by an error."""
-        _ended.add(self._name)
 
     def release(self) -> None:
         """Releases the place. May be called twice."""

@@ -128,8 +128,12 @@ class _Part:
         found = self._parameters.read()
         for kept in self._kept:
             found += kept.read()
-        found.append(self._sampler.take(self._seen).sum())
+        found.append(self.bytes())
         return found
+
+    def bytes(self) -> int:
+        """Returns a checksum of the sample."""
+        return self._sampler.take(self._seen).sum()
 
     def elsewhere(self) -> _Part:
         """Returns the same part, for another thread."""
