@@ -190,7 +190,7 @@ class Executor:
             log.info("%s/%s: created pod %s", job.namespace, job.name, name)
 
     def _wait_if_it_vanishes(self, name: str) -> None:
-        """Raises ApiFailure if somebody deletes each pod of this name, until the next one is due.
+        """Raises ApiFailure if others delete each pod of this name, until the next one is due.
 
         A pod that is lost otherwise is still there, or in the placement, so the next one has another name."""
         times, last = self._made.get(name, (0, 0.0))
@@ -275,7 +275,7 @@ class Executor:
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
 
     async def _is_there(self, job: JobView, action: DeletePod) -> bool:
-        """Returns whether the pod exists and belongs to the job, whatever its labels; asks until it does not.
+        """Returns whether the pod exists and belongs to the job, whatever its labels.
 
         Its name and UID are from the placement, which any user of the namespace may have written."""
         if action.uid in self._gone:

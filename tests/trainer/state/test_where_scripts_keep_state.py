@@ -6,6 +6,7 @@ Each script is left and resumed twice: from a snapshot and the deltas after it, 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import random
 from collections import Counter, deque
@@ -656,9 +657,19 @@ class RaisesAtAll:
         return {}[name]
 
 
+class Wrapping(nn.Module):
+    """Has a method that a decorator gave the documentation of a builtin function."""
+
+    @functools.wraps(abs)
+    def size(self) -> int:
+        return 1
+
+
 def test_objects_of_modules_whose_missing_attributes_raise_end_nothing(tmp_path: Path) -> None:
     model = net()
     model.odd, model.steps = RaisesAtAll(), 0  # type: ignore[assignment]
+    model.append(Wrapping())  # type: ignore[operator]
+    model[-1].forward = nn.Identity().forward  # type: ignore[index]
     optimizer = adam(model.parameters())
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
         checkpointer.restore()

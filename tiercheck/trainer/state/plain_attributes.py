@@ -270,8 +270,9 @@ def names_set_by(kind: type, of: tuple[str, ...] = ("",), without: tuple[str, ..
     return frozenset(
         instruction.argval
         for method in methods
-        if isinstance(method, FunctionType)
-        for instruction in dis.get_instructions(inspect.unwrap(method))
+        # What a decorator has around it may be no function of Python's.
+        if isinstance(method, FunctionType) and isinstance(inner := inspect.unwrap(method), FunctionType)
+        for instruction in dis.get_instructions(inner)
         if instruction.opname == "STORE_ATTR"
     )
 
