@@ -28,7 +28,7 @@ from tiercheck.trainer.state.replayable import (
     plain_step,
     why_not_separable,
 )
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, parameters_of
 
 _GRAIN = 1024
 """The number of elements of which cuts are at multiples."""
@@ -164,8 +164,7 @@ class Cloner:
     def _candidates(self, gradients: Sequence[Tensor | None] | None) -> Iterator[ProbeCandidate]:
         known, elementwise = is_known(self._optimizer), is_elementwise(self._optimizer)
         may_cut = not why_not_separable(self._optimizer)
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(parameters_of(self._optimizer)):
             gradient = None if gradients is None else gradients[number]
             if not parameter.requires_grad or (gradients is not None and gradient is None):
                 continue

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tiercheck.trainer.state.replayable import SCALING
 from tiercheck.trainer.state.values import own_copy, put_back_value
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard, read_each
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard, parameters_of, read_each
 
 _FRESH_STEPS = 4
 """The number of times in a row that a gradient in larger memory must be in new memory.
@@ -167,7 +167,7 @@ class Recorder:
             for name in SCALING
             if isinstance(value := getattr(optimizer, name, None), Tensor)
         }
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         given: list[Tensor | None] = read_each(_grad, parameters)
         gradients = _shards(given, parameters)
         at_once = self._used_again(index, given, gradients)

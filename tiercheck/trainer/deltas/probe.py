@@ -20,6 +20,7 @@ from tiercheck.trainer.deltas.encoding import are_equal_by_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.replayable import is_function, is_known, is_value, own_attributes
+from tiercheck.trainer.tensors.tensor_parts import parameters_of
 
 SAMPLE_BYTES = 64 * 1024 * 1024
 """The most bytes of parameters, state and gradients to clone.
@@ -73,9 +74,7 @@ class Probe:
         self._clones, self._random = None, None
         if self._odd:
             raise ProbeRefused(f"{self._name} keeps {self._odd} of its own, which no checkpoint holds")
-        if event is not None and len(event.gradients) != sum(
-            len(g["params"]) for g in self._optimizer.param_groups
-        ):
+        if event is not None and len(event.gradients) != len(parameters_of(self._optimizer)):
             return  # the event could not be recorded
         try:
             self._clones = self._cloner.clone(None if event is None else event.gradients)

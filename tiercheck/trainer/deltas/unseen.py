@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.tensors.accelerator import on_host
 from tiercheck.trainer.tensors.samples import Sample, Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, parts
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, parameters_of, parts, shard_or_self
 
 COMPILED = "updates happen without a call of the optimizer's hooks (a compiled or captured step)"
 FOREIGN = (
@@ -84,10 +85,7 @@ class UnhookedUpdates:
             self.found = FOREIGN
 
     def _parameters(self) -> list[Tensor]:
-        trained = (
-            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        )
-        return [leaf for parameter in trained for _, leaf in parts(parameter)]
+        return [leaf for parameter in parameters_of(*self._optimizers) for _, leaf in parts(parameter)]
 
     def _states(self) -> list[Tensor]:
         kept = (
@@ -152,8 +150,11 @@ class UnregisteredOptimizers:
             "",
         )
 
-    def find_forgotten_schedule(self) -> str:
-        """Returns the class of an optimizer whose scheduler is not in the script's `state`; empty: none."""
+    @cached_property
+    def forgotten_schedule(self) -> str:
+        """Returns the class of an optimizer whose scheduler is not in the script's `state`; empty: none.
+
+        Looked for once: the search is long."""
         if any(type(each).__module__.startswith(_INTEGRATIONS) for each in self._state):
             return ""  # they save the schedulers of their framework
         own = [each for each in self._state if not type(each).__module__.startswith("tiercheck.")]
@@ -179,10 +180,8 @@ class UnregisteredOptimizers:
             )
 
     def _saved(self) -> set[int]:
-        trained = (
-            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        )
-        return {*map(id, trained), *(id(p) for module in self._modules for p in module.parameters())}
+        held = (parameter for module in self._modules for parameter in module.parameters())
+        return {*map(id, parameters_of(*self._optimizers)), *map(id, held)}
 
     def _stands_for_another(self, optimizer: Optimizer) -> bool:
         """Returns whether the optimizer is covered by a given one or by the script's `state`.
@@ -236,7 +235,7 @@ class UntrackedTensors:
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets the tensors to check, by name in a snapshot. Those in host memory are left out."""
-        shards = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
+        shards = {name: shard_or_self(tensor) for name, tensor in tensors.items()}
         self._tensors = {
             name: shard
             for name, shard in shards.items()

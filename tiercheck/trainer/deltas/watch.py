@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, read_each
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, parameters_of, read_each, shard_or_self, write_count
 
 _NUMBERS = {bool, int, float}
 _CONTAINERS = {list, dict, deque}
@@ -44,7 +44,7 @@ class VersionCounters:
         try:
             return read_each(_version, self._wholes) + read_each(_shard_version, self._shards)
         except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
-            return [*map(_own, self._wholes), *map(_of_any, self._shards)]
+            return [*map(write_count, self._wholes), *map(write_count, map(shard_or_self, self._shards))]
 
     def moved(self, before: list[int], after: list[int]) -> set[int]:
         """Returns the numbers of the tensors that were written between two readings."""
@@ -70,7 +70,7 @@ class Watch:
     ) -> None:
         """`sent`: parameters that other ranks may update and send here through `.data`."""
         self._optimizers = optimizers
-        trained = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+        trained = list(map(parameters_of, optimizers))
         known = {id(parameter) for each in trained for parameter in each}
         states = {id(each.state) for each in optimizers}
         self._whole = len(known) < sum(map(len, trained)) or len(states) < len(optimizers)
@@ -120,7 +120,7 @@ class _Part:
         known = {id(each): each for each in parameters if not is_lazy(each) and not each.is_inference()}
         self._parameters = VersionCounters(list(known.values()))
         watched = [parameter for parameter in known.values() if id(parameter) not in others]
-        shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
+        shards = [shard_or_self(parameter) for parameter in watched]
         self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
         self._sampler = Sampler()
 
@@ -207,11 +207,3 @@ def _members(containers: Sequence[Any]) -> list[Any]:
 
 def _values(state: Any) -> Any:
     return state.values() if isinstance(state, dict) else (state,)
-
-
-def _own(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _of_any(tensor: Tensor) -> int:
-    return _own(getattr(tensor, "_local_tensor", tensor))

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, parameters_of
+from tiercheck.trainer.tensors.tensor_parts import shard_or_self as _shard
 
 CAPACITY = 4096
 """The number of records. A rank that repeats more steps compares only the newest of them."""
@@ -304,13 +305,7 @@ class Fingerprints:
         return found
 
     def _choose(self) -> None:
-        listed = [
-            parameter
-            for each in self._optimizers
-            for group in each.param_groups
-            for parameter in group["params"]
-            if _is_dense(parameter)
-        ]
+        listed = list(filter(_is_dense, parameters_of(*self._optimizers)))
         try:
             self._device = accelerator_of(map(_shard, listed))
         except NotCapturable:  # on several devices: the save will report it
@@ -355,10 +350,6 @@ def _written_beside(
 
 def _spread(listed: Sequence[_T], some: int) -> list[_T]:
     return [listed[len(listed) * number // some] for number in range(min(some, len(listed)))]
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _ends(address: int, length: int) -> bytes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.tensors.tensor_parts import is_wrapper, local_shard, parts
+from tiercheck.trainer.tensors.tensor_parts import is_wrapper, local_shard, parameters_of, parts
 
 MOST = 8
 """The largest k, where a delta has the fingerprints of every k-th tensor, in turn."""
@@ -50,8 +50,7 @@ def turns(tensors: int, size: int) -> int:
 
 def _state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Place, Tensor]]:
     for index, optimizer in enumerate(optimizers):
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             yield from _leaves((index, number, ""), parameter)
             state = optimizer.state.get(parameter)
             for key, value in sorted(state.items()) if state else ():

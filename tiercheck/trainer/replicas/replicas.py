@@ -26,7 +26,7 @@ from tiercheck.protocol.artifacts.pieces import Piece, fair_span
 from tiercheck.trainer.backends.backend import shard_of
 from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.capture import Inventory
-from tiercheck.trainer.tensors.tensor_parts import Entry, local_shard
+from tiercheck.trainer.tensors.tensor_parts import Entry, local_shard, parameters_of
 
 
 class Partitions:
@@ -54,12 +54,7 @@ class Partitions:
     @property
     def sent(self) -> list[Tensor]:
         """Returns the parameters that one rank updates and sends to the others."""
-        return [
-            parameter
-            for whole in self._whole.values()
-            for group in whole.param_groups
-            for parameter in group["params"]
-        ]
+        return parameters_of(*self._whole.values())
 
     def __contains__(self, index: int) -> bool:
         """Returns whether the optimizer with this number has state for only some parameters."""

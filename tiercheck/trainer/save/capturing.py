@@ -21,7 +21,7 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, NotCapturable, shard_or_self, write_count
 from tiercheck.trainer.training import TRAINING
 
 
@@ -42,8 +42,6 @@ class Capturing:
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
-        self._scheduled = False
-        """True once schedulers were looked for: at the first snapshot."""
         self.has_begun = self.has_loaded = False
         """True once `begin` was called; from the end of a load to the first update after it."""
         self._counters: dict[str, int] = {}
@@ -152,13 +150,12 @@ class Capturing:
                 f"the {found} is a plain attribute of a module, changes, and is in no version: {remedy} if "
                 "training depends on it",
             )
-        if not self._scheduled and (name := self.not_given.find_forgotten_schedule()):
+        if name := self.not_given.forgotten_schedule:
             self._saver.warn(
                 "Schedule",
                 f"a scheduler sets the learning rate of {name}, and `state` has none: give the Checkpointer "
                 'state={"scheduler": scheduler}, or each start begins its schedule anew',
             )
-        self._scheduled = True
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
@@ -176,14 +173,15 @@ class Capturing:
         """Records that a load has ended."""
         self.has_loaded = True
         named = self._trained.model.named_parameters()
-        self._counters = {name: each._version for name, each in named if not each.is_inference()}
+        self._counters = {name: write_count(shard_or_self(each)) for name, each in named}
 
     def look_for_overwritten(self) -> None:
         """Warns if a parameter was written between the load and the first update after it."""
         self.has_loaded = False
         counters, self._counters = self._counters, {}
         for name, parameter in self._trained.model.named_parameters():
-            if counters.get(name, parameter._version) != parameter._version:
+            count = write_count(shard_or_self(parameter))
+            if counters.get(name, count) != count:
                 self._saver.warn(
                     "Overwritten",
                     f"{name} was written after `restore` and before the first update: what the script does "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn, strided
@@ -30,6 +30,7 @@ from tiercheck.trainer.tensors.tensor_parts import (
     list_tensor,
     local_shard,
     named,
+    parameters_of,
 )
 
 OWN = "param"
@@ -167,11 +168,8 @@ def _shard(key: str, value: Tensor) -> Tensor:
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the optimizer's parameters by their names in the model (`#<index>` if they are not in it)."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    index = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names.get(id(parameter), f"#{index}"), parameter
-            index += 1
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        yield names.get(id(parameter), f"#{index}"), parameter
 
 
 def loose_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -186,8 +184,7 @@ def _order_of_states(optimizer: Optimizer) -> list[int]:
     """Returns the numbers of the parameters in the order of `optimizer.state`; empty if it is their own.
 
     That is the order of their first gradients, in which a script may sum over the state."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    numbers = {id(each): at for at, each in enumerate(parameters)}
+    numbers = {id(each): at for at, each in enumerate(parameters_of(optimizer))}
     # A look at the state of a parameter that has none leaves an empty one, which no version has.
     order = [numbers[id(key)] for key, state in optimizer.state.items() if state and id(key) in numbers]
     return [] if order == sorted(order) else order

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import RestoreError, rank_and_world
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable, is_wrapper, parts
+from tiercheck.trainer.tensors.tensor_parts import (
+    NotCapturable,
+    is_wrapper,
+    parameters_of,
+    parts,
+    shard_or_self,
+)
 
 log = logging.getLogger("tiercheck")
 
@@ -129,7 +135,7 @@ class OmittedWeights:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in held):
                 raise ValueError(f"leave_out: no parameter or buffer of the model matches {pattern!r}")
-        updated = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+        updated = {*map(id, parameters_of(*optimizers))}
         for name, tensor in self._frozen.items():
             if id(tensor) in updated:
                 raise NotCapturable(f"{name} is left out, and is updated by an optimizer")
@@ -171,7 +177,7 @@ class OmittedWeights:
 def _plain_parts(tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     if is_wrapper(tensor):
         return parts(tensor)
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    local = shard_or_self(tensor)
     path = "" if local is tensor else "@{}/{}".format(*rank_and_world())  # other ranks have other parts
     with torch._C.DisableTorchFunctionSubclass():  # of a class that gives the bytes their meaning
         return [(path, local.detach().as_subclass(Tensor))]

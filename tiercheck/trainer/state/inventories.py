@@ -20,7 +20,8 @@ from tiercheck.trainer.state.aliasing import refuse_copies
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.state.optimizer_state import attributes_of, odd_attributes
 from tiercheck.trainer.tensors.buffers import NonPersistentBuffers
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, read_each
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, parameters_of, read_each
+from tiercheck.trainer.tensors.tensor_parts import shard_or_self as _shard
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
 _hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
@@ -198,7 +199,7 @@ class Inventories:
         ]
         tensors = list(found)
         for optimizer in self._optimizers:
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            trained = parameters_of(optimizer)
             states = list(map(optimizer.state.get, trained, repeat(_EMPTY)))
             if {*map(type, states)} - {dict} or not all(
                 issubclass(kind, Tensor) for kind in {*map(type, optimizer.state)}
@@ -226,10 +227,6 @@ class Inventories:
 
 def _all(view: Callable[[dict[str, Any]], Iterable[Any]], owners: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(view, owners))
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -38,6 +37,7 @@ from tiercheck.trainer.tensors.tensor_parts import (
     held_by,
     is_wrapper,
     list_tensor,
+    parameters_of,
 )
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
@@ -174,7 +174,7 @@ def _attributes_to_describe(
 ) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yields attributes with data held nowhere else. Raises NotCapturable if they could not be restored."""
     held = held_by([entry.tensor for entry in entries])
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {*map(id, parameters_of(optimizer))}
     for name, value in odd_attributes(optimizer):
         if (placed := _by_parameter(optimizer, value)) and _is_tree(placed[1], optimizer):
             if not all(
@@ -249,12 +249,7 @@ def _by_parameter(optimizer: Optimizer, value: Any) -> tuple[str, dict[int, Any]
         or not all(type(key) is int or isinstance(key, Tensor) for key in value)
     ):
         return None
-    numbers = {
-        id(each): number
-        for number, each in enumerate(
-            chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        )
-    }
+    numbers = {id(each): number for number, each in enumerate(parameters_of(optimizer))}
     placed = {numbers.get(key if type(key) is int else id(key)): each for key, each in value.items()}
     kind = _BY_IDENTITY if type(next(iter(value))) is int else _BY_PARAMETER
     return None if None in placed or len(placed) < len(value) else (kind, placed)  # type: ignore[return-value]
@@ -262,9 +257,7 @@ def _by_parameter(optimizer: Optimizer, value: Any) -> tuple[str, dict[int, Any]
 
 def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
     """Raises NotCapturable for a key that is the id() of a parameter, which differs in another process."""
-    if type(key) is int and any(
-        key == id(each) for group in optimizer.param_groups for each in group["params"]
-    ):
+    if type(key) is int and key in map(id, parameters_of(optimizer)):
         raise NotCapturable(
             f"{prefix}{key} is kept under the id() of a parameter: keep it under the parameter itself"
         )
@@ -282,7 +275,7 @@ def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Mak
         value = put_together(described, _place(prefix, number), make)
         kind, name = key if type(key) is tuple and len(key) == 2 else ("", "")
         if kind in (_BY_PARAMETER, _BY_IDENTITY):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = parameters_of(optimizer)
             keys = (parameters[at] if kind == _BY_PARAMETER else id(parameters[at]) for at in value)
             present = vars(optimizer).setdefault(name, {})  # may be a defaultdict with a factory of its own
             present.clear()

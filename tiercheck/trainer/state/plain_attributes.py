@@ -11,7 +11,6 @@ import dis
 import enum
 import functools
 import inspect
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, compress, count
@@ -28,10 +27,10 @@ from tiercheck.trainer.state.readable import UNCHANGEABLE, is_readable
 from tiercheck.trainer.state.user_state import generator_state, is_metric, set_generator
 from tiercheck.trainer.state.values import (
     DICTS,
-    array_type,
     has_tensors,
     is_same,
     mark,
+    numpy_type,
     own_copy,
     put_back_value,
 )
@@ -282,10 +281,6 @@ def is_stored(value: Any) -> bool:
     return type(value) in _PLAIN or (_count(value) <= _MOST and is_readable(value))
 
 
-def _is_text(name: object) -> bool:
-    return isinstance(name, str)
-
-
 def _is_record(value: Any) -> bool:
     if isinstance(value, (nn.Module, Tensor, type, ModuleType)) or callable(value) or _is_scalar(value):
         return False
@@ -306,8 +301,7 @@ def _is_constant(value: Any) -> bool:
 
 def _is_scalar(value: Any) -> bool:
     """Returns whether it is a member of an Enum or a number of numpy's."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, enum.Enum) or (numpy is not None and isinstance(value, numpy.generic))
+    return isinstance(value, (enum.Enum, numpy_type("generic")))
 
 
 def _count(value: Any) -> int:
@@ -315,7 +309,7 @@ def _count(value: Any) -> int:
     kind = type(value)
     if kind in _PLAIN or _is_scalar(value):
         return 1
-    if kind is array_type():
+    if kind is numpy_type("ndarray"):
         return _MOST + 1 if value.dtype.hasobject else 1 + value.nbytes // 8
     members: Iterable[Any]
     if kind in (list, set, frozenset, deque) or isinstance(value, tuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.trainer.state.readable import to_record
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, parameters_of
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
@@ -96,7 +96,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
         # A class that calls the step of its base class runs hooks once more.
         hidden = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
         vars(optimizer).update({name: OrderedDict() for name in hidden})
-        kinds = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
+        kinds = {parameter.device.type for parameter in parameters_of(optimizer)}
         try:
             with ExitStack() as without:
                 for kind in kinds:

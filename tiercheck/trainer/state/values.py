@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tiercheck.trainer.state.readable import UNCHANGEABLE
+from tiercheck.trainer.tensors.tensor_parts import write_count
 
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 _COPIED = {set, deque, *DICTS[1:]}
@@ -30,7 +31,7 @@ def own_copy(value: Any) -> Any:
         return kind([own_copy(each) for each in value])
     if kind is dict:
         return {key: own_copy(each) for key, each in value.items()}
-    return value.copy() if kind in _COPIED or kind is array_type() else value
+    return value.copy() if kind in _COPIED or kind is numpy_type("ndarray") else value
 
 
 def put_back_value(present: Any, value: Any) -> Any:
@@ -56,7 +57,7 @@ def put_back_value(present: Any, value: Any) -> Any:
         present.clear()
         (present.update if kind is set else present.extend)(members)
         return present
-    if kind is array_type() and _fits(present, value) and present.flags.writeable:
+    if kind is numpy_type("ndarray") and _fits(present, value) and present.flags.writeable:
         present[...] = value
         return present
     return value
@@ -66,9 +67,9 @@ def _fits(present: Any, value: Any) -> bool:
     return isinstance(present, type(value)) and (present.shape, present.dtype) == (value.shape, value.dtype)
 
 
-def array_type() -> Any:
-    """Returns numpy's class of arrays; None if the script has not imported it."""
-    return getattr(sys.modules.get("numpy"), "ndarray", None)
+def numpy_type(name: str) -> Any:
+    """Returns a class of numpy's; an empty tuple, of which nothing is, if the script has not imported it."""
+    return getattr(sys.modules.get("numpy"), name, ())
 
 
 def is_same(value: Any, before: Any) -> bool:
@@ -77,7 +78,7 @@ def is_same(value: Any, before: Any) -> bool:
         return True
     if type(value) is not type(before):
         return False
-    if type(value) is array_type():
+    if type(value) is numpy_type("ndarray"):
         return value.dtype == before.dtype and value.shape == before.shape and bool((value == before).all())
     if type(value) in DICTS:  # of which the order counts too
         return list(value) == list(before) and all(map(is_same, value.values(), before.values()))
@@ -91,11 +92,11 @@ def mark(value: Any, deep: int = 2) -> Any:
     if isinstance(value, nn.Module):
         value = next(value.parameters(), None)
     if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version
+        return id(value), write_count(value)
     if isinstance(value, (list, tuple, dict, set, deque)):
         members = islice(value.values() if isinstance(value, dict) else value, _MEMBERS if deep else 0)
         return type(value), len(value), *[mark(each, deep - 1) for each in members]
-    if type(value) is array_type() and not value.dtype.hasobject and value.nbytes <= _LARGEST:
+    if type(value) is numpy_type("ndarray") and not value.dtype.hasobject and value.nbytes <= _LARGEST:
         return value.dtype, value.shape, zlib.crc32(value.tobytes())
     # In a tuple NaN is equal to itself.
     return (value,) if type(value) in UNCHANGEABLE or isinstance(value, enum.Enum) else type(value)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write, write_count
 
 log = logging.getLogger("tiercheck")
 
@@ -270,4 +270,4 @@ def _copy_beside(value: Tensor, *modules: nn.Module) -> Tensor:
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
     """Returns a mark that changes when the buffer is replaced, or written in place."""
-    return _NOTHING if buffer is None else (id(buffer), 0 if buffer.is_inference() else buffer._version)
+    return _NOTHING if buffer is None else (id(buffer), write_count(buffer))

@@ -11,10 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tiercheck.protocol.artifacts.pieces import Piece
 
@@ -30,6 +32,16 @@ def read_each(attribute: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> 
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attribute, tensors))
+
+
+def parameters_of(*optimizers: Optimizer) -> list[Any]:
+    """Returns the parameters of optimizers, in the order of their groups."""
+    return list(chain.from_iterable([group["params"] for each in optimizers for group in each.param_groups]))
+
+
+def write_count(tensor: Tensor) -> int:
+    """Returns torch's counter of in-place writes; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class NotCapturable(TypeError):
@@ -48,6 +60,11 @@ class Entry(NamedTuple):
     """The tensor that `tensor` is the local shard of, or itself; None: not recorded."""
     piece: Piece | None = None
     """The part of the whole that `tensor` is; None: it is private to this rank."""
+
+
+def shard_or_self(tensor: Tensor) -> Tensor:
+    """Returns the local shard of a DTensor, whatever it is, or else the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
