@@ -19,14 +19,20 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 from tiercheck.plain_files import sync_folder
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.version import Kind, Version, parse_version_name, version_name
-from tiercheck.trainer.backends.backend import Backend, Offer, Ranges, Skipped, is_distributed, log
+from tiercheck.trainer.backends.backend import (
+    Backend,
+    Offer,
+    Ranges,
+    Skipped,
+    gather_from_all,
+    is_distributed,
+    log,
+)
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)
@@ -93,7 +99,7 @@ class FolderBackend(Backend):
         return self._data(rank, version)
 
     def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
-        path = self._temporary(self._version(step))
+        path = self._data(self._rank, self._version(step)).with_suffix(".tmp")
         try:
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,9 +159,7 @@ class FolderBackend(Backend):
             return None
         complete = self._complete(world)
         mine = {version for version in complete if all(self._intact(rank, version, world) for rank in ranks)}
-        everyones: list[set[Version]] = [set() for _ in range(self._world_size)]
-        dist.all_gather_object(everyones, mine)
-        return max(set.intersection(*everyones), default=None)
+        return max(set.intersection(*gather_from_all(mine)), default=None)
 
     def _intact(self, rank: int, version: Version, world: int) -> bool:
         path = self._data(rank, version, world)
@@ -211,9 +215,6 @@ class FolderBackend(Backend):
 
     def _record(self, rank: int, version: Version, world: int | None = None) -> Path:
         return self._place(rank, world) / f"{version_name(version)}.json"
-
-    def _temporary(self, version: Version) -> Path:
-        return self._place(self._rank) / f"{version_name(version)}.tmp"
 
 
 def _owner_of(folder: Path) -> str:

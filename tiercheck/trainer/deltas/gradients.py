@@ -101,32 +101,28 @@ class Recorder:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._events: list[Event] = []
-        self._open: Event | None = None
+        self.open: Event | None = None
+        """The running update."""
         self._inexact = ""
         self._eager: set[tuple[int, int]] = set()
         self._staging: dict[tuple[int, int, int], Tensor] = {}
         self._last: list[dict[int, weakref.ref[Tensor | torch.UntypedStorage]]] = [{} for _ in optimizers]
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
 
-    @property
-    def open(self) -> Event | None:
-        """Returns the running update."""
-        return self._open
-
     def before(self, index: int) -> None:
         """Handles the start of an update, when every gradient is final."""
-        if self._open is not None:
+        if self.open is not None:
             self._inexact = "an update began before the one under way had ended"
         try:
-            self._open = self._event(index)
+            self.open = self._event(index)
         except NotCapturable as error:
-            self._open = Event(index, [], [], {}, [])
+            self.open = Event(index, [], [], {}, [])
             self._inexact = str(error)
-        self._open.note()
+        self.open.note()
 
     def after(self, index: int) -> None:
         """Handles the end of an update."""
-        event, self._open = self._open, None
+        event, self.open = self.open, None
         if event is None or event.optimizer != index:
             self._inexact = "an update began before the one under way had ended"
             return
@@ -144,15 +140,15 @@ class Recorder:
 
     def take(self) -> tuple[list[Event], str]:
         """Ends the step. Returns its events, and the reason why they are not exact (empty if they are)."""
-        if self._open is not None:
-            self._inexact, self._open = "an update did not end", None
+        if self.open is not None:
+            self._inexact, self.open = "an update did not end", None
         taken = self._events, self._inexact
         self._events, self._inexact = [], ""
         return taken
 
     def forget(self) -> None:
         """Drops all gradients and copies of them."""
-        self._events, self._open, self._inexact = [], None, "the update was not recorded"
+        self._events, self.open, self._inexact = [], None, "the update was not recorded"
         self._staging.clear()
 
     def copy_at_once(self, optimizer: int, gradients: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -110,17 +110,9 @@ class Journal:
         """Returns the header; an empty one if it is unreadable."""
         return self._read_header() or Header(0, 0)
 
-    def change_header(self, *, ended: int | None = None, differed: int | None = None) -> None:
+    def change_header(self, **changed: int) -> None:
         """Replaces values of the header."""
-        now = self.header
-        self._write_header(
-            Header(
-                now.training,
-                now.world_size,
-                now.ended if ended is None else ended,
-                now.differed if differed is None else differed,
-            )
-        )
+        self._write_header(replace(self.header, **changed))
 
     def write(self, record: StepRecord) -> None:
         """Writes the record of a step, and replaces an earlier one."""
@@ -150,8 +142,7 @@ class Journal:
 
     def clear(self) -> None:
         """Deletes all records, because the training starts at its first step."""
-        now = self.header
-        self._begin(Header(now.training, now.world_size))
+        self._begin(replace(self.header, ended=0, differed=0))
 
     def close(self) -> None:
         """Closes the file."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.plain_attributes import AttributeWatch
+from tiercheck.trainer.state.readable import attributes_of_object
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable, local_shard
-
-log = logging.getLogger("tiercheck")
 
 c10d: Any = dist
 """The module with untyped access to its private parts."""
@@ -293,12 +292,12 @@ class Arithmetic:
                 )
 
     def _follow_hook(self, hook: Any, state: object) -> None:
-        items = state if isinstance(state, dict) else _attributes(state)
+        items = state if isinstance(state, dict) else attributes_of_object(state)
         watch = self._hook_states.setdefault(id(state), AttributeWatch())
         if watch is None or not watch.find(items.items()):
             return
         self._hook_states[id(state)] = None
-        stored = (part for each in self._stored for part in (each, *_attributes(each).values()))
+        stored = (part for each in self._stored for part in (each, *attributes_of_object(each).values()))
         if not any(part is state for part in stored):
             log.warning(
                 "CommHook: the state of %s changes, and is in no version. Give `state` an object with "
@@ -324,12 +323,3 @@ class Arithmetic:
 
                 return parameter.register_hook(look)  # type: ignore[no-untyped-call,unused-ignore]
         return None
-
-
-def _attributes(holder: object) -> dict[str, Any]:
-    """Returns the attributes of an object, those in slots too, as torch's states of hooks have them."""
-    slots = {name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ())}
-    held = {
-        name: getattr(holder, name) for name in slots if not name.startswith("__") and hasattr(holder, name)
-    }
-    return {**held, **getattr(holder, "__dict__", {})}

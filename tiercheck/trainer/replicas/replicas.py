@@ -171,9 +171,17 @@ class Shares:
         """Returns the ranks with the same shard of a tensor, by name in a slot; None: no others."""
         return self._place(name, value, local_shard(value))[1]
 
-    def consumers_of(self, optimizer: int, name: str, parameter: Tensor) -> Replicas | None:
-        """Returns the ranks with the same gradient of a parameter for an optimizer; None: only this one."""
-        return None if optimizer in self._partitions else self.replicas_of(f"model/{name}", parameter)
+    def consumers_of(self, named: Sequence[Sequence[tuple[str, Tensor]]]) -> list[list[Replicas | None]]:
+        """Returns the ranks with the same gradient of each parameter; None: only this one.
+
+        `named`: the parameters of each optimizer, with their names in the model."""
+        return [
+            [
+                None if index in self._partitions else self.replicas_of(f"model/{name}", parameter)
+                for name, parameter in parameters
+            ]
+            for index, parameters in enumerate(named)
+        ]
 
     def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
         found = shard_of(value, shard)

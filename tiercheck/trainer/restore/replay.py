@@ -13,6 +13,7 @@ from tiercheck.trainer.deltas.delta_format import StoredDelta, StoredEvent
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.replicas.replicas import Shares, exchange
+from tiercheck.trainer.restore.load import sharded_like
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.optimizer_state import put_attributes
 from tiercheck.trainer.state.replayable import SCALING, plain_step
@@ -30,10 +31,7 @@ class Replay:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares) -> None:
         self._optimizers = optimizers
         self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
-        self._replicas = [
-            [shares.consumers_of(index, name, parameter) for name, parameter in named]
-            for index, named in enumerate(self._named)
-        ]
+        self._replicas = shares.consumers_of(self._named)
         self._buffers = Buffers(model)
 
     @torch.no_grad()
@@ -88,7 +86,9 @@ class Replay:
     def _update(self, index: int, gradients: Sequence[Tensor | None], event: Mapping[str, Any]) -> None:
         optimizer, named = self._optimizers[index], self._named[index]
         for gradient, (_, parameter) in zip(gradients, named, strict=True):
-            parameter.grad = None if gradient is None else _like(gradient, parameter)
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = sharded_like(gradient, parameter, parameter.shape, parameter.stride())
         set_hyper_parameters(optimizer, event["groups"])
         device = next((p.device for _, p in named), None)
         for name, value in event["scaling"].items():
@@ -106,20 +106,3 @@ class Replay:
             return where
         optimizer, number, key = where
         return f"{self._named[optimizer][number][0]}{f' ({key})' if key else ''}"
-
-
-def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the shard as the gradient of `parameter`, sharded as that is."""
-    if not hasattr(parameter, "placements"):
-        return gradient
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        gradient,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -125,28 +125,24 @@ class DeltaChain:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun = False
+        self.begun = False
+        """True once there was a snapshot from which to begin."""
         self._gap = 0
         """The newest step without a delta."""
         self._bases: set[int] = set()
         """The steps of the newest snapshots, complete or being taken, from which a chain may begin."""
 
-    @property
-    def begun(self) -> bool:
-        """Returns whether there has been a snapshot from which to begin."""
-        return self._begun
-
     def restored(self, step: int) -> None:
         """Begins at a restored version, which the tiers hold with its whole chain."""
         with self._lock:
-            self._begun = True
+            self.begun = True
             self._bases = {step}
             self._gap = step
 
     def snapshot(self, step: int) -> None:
         """Adds a snapshot when it begins: waiting for its completion would leave a gap of deltas after it."""
         with self._lock:
-            self._begun = True
+            self.begun = True
             self._bases.add(step)
             self._bases = set(sorted(self._bases)[-2:])
 

@@ -6,7 +6,6 @@ this run, with a reason that the job's status shows.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.trainer.backends.backend import Backend
+from tiercheck.trainer.backends.backend import Backend, log
 from tiercheck.trainer.deltas.delta_format import Delta, Planner
 from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.deltas.probe import ProbeRefused, Probes
@@ -33,8 +32,6 @@ from tiercheck.trainer.state.replayable import is_known, why_not_replayable
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.buffers import Buffers
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
-
-log = logging.getLogger("tiercheck")
 
 T = TypeVar("T")
 
@@ -321,17 +318,13 @@ class Deltas:
         self._identities = trained_parameters(self._optimizers)
         self._buffers = Buffers(self._model)
         self._modes = Modes(self._model, loose_parameters(self._optimizers, self._model))
-        self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
-        self._parameters = [parameter for named in self._named for _, parameter in named]
-        self._sizes = [len(named) for named in self._named]
-        names = [[name for name, _ in named] for named in self._named]
-        replicas = [
-            [self._shares.consumers_of(index, name, parameter) for name, parameter in named]
-            for index, named in enumerate(self._named)
-        ]
+        named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
+        self._parameters = [parameter for each in named for _, parameter in each]
+        self._sizes = [len(each) for each in named]
+        names = [[name for name, _ in each] for each in named]
         self._saver.script = Script(
             self._optimizers,
-            Planner(names, replicas),
+            Planner(names, self._shares.consumers_of(named)),
             self._recorder.copy_at_once,
             self._watch.elsewhere(),
             self._saver.untracked,

@@ -38,12 +38,8 @@ class Sanity:
         self._lock = threading.Lock()
         self._bad = 0
         self._first = 0
-        self._in_a_row = 0
-
-    @property
-    def in_a_row(self) -> int:
-        """Returns the number of refused steps since the last good one."""
-        return self._in_a_row
+        self.in_a_row = 0
+        """The number of refused steps since the last good one."""
 
     def refused(self, step: int) -> None:
         """Notes that loss, gradient or state of `step` is not finite.
@@ -51,16 +47,16 @@ class Sanity:
         Steps since the last refused one count too, unless one was good."""
         with self._lock:
             if step > self._bad:
-                if self._in_a_row == 0:
+                if self.in_a_row == 0:
                     self._first = step
                 self._bad = step
-                self._in_a_row = step - self._first + 1
+                self.in_a_row = step - self._first + 1
 
     def good(self, step: int) -> None:
         """Notes that the examined values are finite. Does not undo a refusal of the same step."""
         with self._lock:
             if step > self._bad:
-                self._in_a_row = 0
+                self.in_a_row = 0
 
 
 class UnknownRoom(Enum):

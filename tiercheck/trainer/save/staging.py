@@ -21,7 +21,7 @@ from tiercheck.trainer.deltas.watch import VersionCounters
 from tiercheck.trainer.proof.proof import StateProof
 from tiercheck.trainer.state.user_state import Packed
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, Pending
-from tiercheck.trainer.tensors.tensor_parts import Entry
+from tiercheck.trainer.tensors.tensor_parts import Entry, has_plain_bytes
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: enough to be efficient, few enough to let other threads run in between."""
@@ -198,7 +198,7 @@ class DeviceCopy:
             if not self.device.has(tensor):
                 copy_tensor(target, tensor)
                 names.append(name)
-            elif tensor.nbytes < SMALL and _is_plain(tensor):
+            elif tensor.nbytes < SMALL and has_plain_bytes(tensor):
                 small.append((name, tensor))
             else:
                 if look and _may_be_infinite(tensor):
@@ -262,11 +262,6 @@ class DeviceCopy:
         self._checked = [name for each in found.values() for name, _ in each]
         self._finite = self.device.room(finite.numel()).view(torch.bool)
         self.device.fetch(self._finite, finite)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor's bytes, in memory order, are the ones to store."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
 from tiercheck.trainer.tensors.tensor_parts import (
     Entry,
     NotCapturable,
+    exact_memory,
     held_by,
     is_wrapper,
     list_tensor,
@@ -152,17 +153,12 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
         if is_lazy(value):
             raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")
         if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
-            local = _shard(key, value)
-            identity = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
-            if local.numel() and identity in seen:
+            with named(f"model/{key}"):
+                local = local_shard(value)
+            if local.numel() and exact_memory(local) in seen:
                 continue
-            seen.add(identity)
+            seen.add(exact_memory(local))
         yield key, value, key in parameters
-
-
-def _shard(key: str, value: Tensor) -> Tensor:
-    with named(f"model/{key}"):
-        return local_shard(value)
 
 
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,6 @@ Checkpoints leave out the base of QLoRA, for example.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.backends.backend import RestoreError, rank_and_world
+from tiercheck.trainer.backends.backend import RestoreError, log, rank_and_world
 from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import (
     NotCapturable,
@@ -25,8 +24,6 @@ from tiercheck.trainer.tensors.tensor_parts import (
     parts,
     shard_or_self,
 )
-
-log = logging.getLogger("tiercheck")
 
 _trained, _training = attrgetter("requires_grad"), attrgetter("training")
 

@@ -20,7 +20,7 @@ from tiercheck.trainer.state.aliasing import refuse_copies
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.state.optimizer_state import attributes_of, odd_attributes
 from tiercheck.trainer.tensors.buffers import NonPersistentBuffers
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, parameters_of, read_each
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, exact_memory, parameters_of, read_each
 from tiercheck.trainer.tensors.tensor_parts import shard_or_self as _shard
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
@@ -150,10 +150,12 @@ class Inventories:
         self._marks, self._modules = None, [*self._all_modules()]
         try:
             marks, tensors = self._read(passing)
-            places = {_memory(_shard(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))}
+            places = {
+                exact_memory(_shard(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))
+            }
             if len(places) != len({*map(id, tensors)}):
                 return  # something shares memory, or has none: only a new list shows what is stored of it
-            self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
+            self._places = [places[exact_memory(entry.tensor)] for entry in inventory.entries]
         except (_NotRemembered, KeyError, RuntimeError):
             return
         self._names = [entry.name for entry in inventory.entries]
@@ -227,7 +229,3 @@ class Inventories:
 
 def _all(view: Callable[[dict[str, Any]], Iterable[Any]], owners: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(view, owners))
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

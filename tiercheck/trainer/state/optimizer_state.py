@@ -30,10 +30,12 @@ from tiercheck.trainer.state.readable import (
 )
 from tiercheck.trainer.state.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.user_state import generator_state, set_generator
+from tiercheck.trainer.state.values import put_back_value
 from tiercheck.trainer.tensors.tensor_parts import (
     PLAIN,
     Entry,
     NotCapturable,
+    exact_memory,
     held_by,
     is_wrapper,
     list_tensor,
@@ -312,15 +314,11 @@ def ties_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], model: nn
     for name, parameter in named:
         for key, value in ((None, parameter), *optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor) and type(value) in PLAIN and value.numel():
-                found.setdefault(_memory(value), []).append((name, key))
+                found.setdefault(exact_memory(value), []).append((name, key))
     for name, buffer in model.named_buffers() if found else ():
-        if type(buffer) in PLAIN and buffer.layout is torch.strided and _memory(buffer) in found:
-            found[_memory(buffer)].append((name, _BUFFER))
+        if type(buffer) in PLAIN and buffer.layout is torch.strided and exact_memory(buffer) in found:
+            found[exact_memory(buffer)].append((name, _BUFFER))
     return [group for group in found.values() if len(group) > 1]
-
-
-def _memory(value: Tensor) -> tuple[Any, ...]:
-    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties, model: nn.Module) -> None:
@@ -365,13 +363,9 @@ def _is_plain_value(value: Any) -> bool:
 
 
 def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
-    """Restores what `attributes_of` returned. Tensors are written in place."""
+    """Restores what `attributes_of` returned, in place where that is possible."""
     for name, value in attributes.items():
-        present = vars(optimizer).get(name)
-        if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
-            present.copy_(value)
-        else:  # some are made at the first step only
-            setattr(optimizer, name, value)
+        setattr(optimizer, name, put_back_value(vars(optimizer).get(name), value))
 
 
 @contextmanager

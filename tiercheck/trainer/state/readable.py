@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 import io
-import logging
 import operator
 import re
 import sys
@@ -35,9 +34,8 @@ from uuid import UUID
 
 import torch
 
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
-
-log = logging.getLogger("tiercheck")
 
 MARK = "tiercheck.value"
 """The key of the kind of a record; its members, if it has any, are under `of`."""
@@ -139,8 +137,14 @@ def object_to_record(value: Any) -> Apart:
     if not is_record(kind):
         raise NotCapturable(f"{kind.__name__} has code of its own for being made, copied or deleted")
     record = {MARK: "object", "class": class_path(kind), "fields": _fields(kind)}
-    slots = {name: each.__get__(value) for name, each in _slots(kind).items() if hasattr(value, name)}
-    return record, _flat({**slots, **getattr(value, "__dict__", {})})
+    return record, _flat(attributes_of_object(value))
+
+
+def attributes_of_object(value: object) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots too."""
+    slots = _slots(type(value)).items()
+    held = {name: each.__get__(value) for name, each in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
 
 
 def is_record(kind: type) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from tiercheck.protocol.artifacts.pieces import Piece, read_pieces
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, SlotLayout, map_aligned, read_header
 from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of, page_lock, release
-from tiercheck.trainer.tensors.tensor_parts import dtype_of, write
+from tiercheck.trainer.tensors.tensor_parts import dtype_of, has_plain_bytes, write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024
@@ -180,14 +179,10 @@ def _is_plain(target: Tensor, stored: Tensor) -> bool:
     """Returns whether the bytes of `target` in memory are exactly those of the file."""
     return (
         target.layout is torch.strided
-        and target.is_contiguous()
+        and has_plain_bytes(target)
         and (target.dtype, target.shape) == (stored.dtype, stored.shape)
-        and not target.is_conj()
-        and not target.is_neg()
     )
 
-
-log = logging.getLogger("tiercheck")
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"

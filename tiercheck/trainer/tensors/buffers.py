@@ -7,7 +7,6 @@ module, or, in host memory, if a sample of its bytes has changed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from operator import or_
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write, write_count
-
-log = logging.getLogger("tiercheck")
 
 ALWAYS = 64 * 1024
 """Bytes. The largest buffer that is always carried."""
@@ -78,10 +76,6 @@ class _TrackedBuffers:
     def _place_of(self, name: str) -> tuple[dict[str, Tensor | None], str]:
         """Returns the dict and key that hold the buffer of that name; empty: none does."""
         return next(((owner, key) for known, owner, key in self._places if known == name), ({}, ""))
-
-    def _made(self, value: Tensor) -> Tensor:
-        """Returns a copy on the device of the first of the modules that has one."""
-        return _copy_beside(value, *self._modules.values())
 
 
 class Buffers(_TrackedBuffers):
@@ -150,7 +144,7 @@ class Buffers(_TrackedBuffers):
         owner, key = self._place_of(name)
         buffer = owner.get(key)
         if key and buffer is None:
-            owner[key] = self._made(value)
+            owner[key] = _copy_beside(value, *self._modules.values())
         elif buffer is None:
             raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
         elif buffer.dtype != value.dtype:
@@ -234,7 +228,7 @@ class NonPersistentBuffers(_TrackedBuffers):
         ):
             write(local_shard(buffer), value)
         elif key:
-            owner[key] = self._made(value)
+            owner[key] = _copy_beside(value, *self._modules.values())
         return bool(key)
 
     @torch.no_grad()

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiercheck.trainer.tensors.tensor_parts import has_plain_bytes
+
 _CHUNK = 16 * 1024 * 1024
 _RUNS, _RUN = 16, 128
 """The number of runs in each chunk, and bytes in each run: a multiple of every element's size."""
@@ -115,7 +117,7 @@ def _read(group: Any) -> list[Tensor]:
 def _part(tensor: Tensor) -> Tensor | _NonContiguous:
     """Returns runs of a tensor's bytes as rows, or all its bytes if they are few."""
     size, element = tensor.nbytes, tensor.element_size()
-    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    plain = has_plain_bytes(tensor)
     if size < _RUNS * _RUN:
         if plain:
             return tensor.view(-1).view(torch.uint8)

@@ -118,6 +118,16 @@ def memory(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.data_ptr()
 
 
+def exact_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what two tensors have in common if they are one in memory: address, dtype, shape, strides."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def has_plain_bytes(tensor: Tensor) -> bool:
+    """Returns whether a tensor's bytes, in memory order, are its values."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a test of whether every byte of a plain tensor is also in these, however they are cut.
 
