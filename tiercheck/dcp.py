@@ -36,11 +36,9 @@ import torch.distributed.checkpoint.state_dict_saver as saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer import process
 from tiercheck.trainer.backends.backend import (
-    Backend,
     Offer,
     RestoreError,
     Skipped,
@@ -48,11 +46,10 @@ from tiercheck.trainer.backends.backend import (
     is_distributed,
     rank_and_world,
 )
-from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp.reader import TierCheckReader
 from tiercheck.trainer.dcp.writer import Slots, StagingWriter, TierCheckWriter
 from tiercheck.trainer.process import FailureReporter
+from tiercheck.trainer.restore.restoring import open_backend
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 
@@ -76,15 +73,10 @@ class Storage:
     def __init__(self, folder: Path | str = "checkpoints", *, keep: int = 2) -> None:
         self.rank, self.world_size = rank_and_world()
         """This rank's number, and the number of ranks in the job."""
-        run_dir = os.environ.get(ENV_RUN_DIR)
-        backend: Backend = (
-            SidecarBackend(Path(run_dir), self.rank, self.world_size)
-            if run_dir
-            else FolderBackend(Path(folder), self.rank, self.world_size, keep)
-        )
+        backend = open_backend(folder, keep, run="")
         self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
         self._failure_reporter: FailureReporter | None = None
-        if run_dir:
+        if not backend.is_folder:
             process.answer_with_stacks()
             self._failure_reporter = FailureReporter(backend.failing)
         self.process_group: dist.ProcessGroup | None = (
@@ -102,7 +94,7 @@ class Storage:
         with self._slots.lock:
             backend.no_deltas("saves by torch.distributed.checkpoint have no deltas")
         self._stop = threading.Event()
-        if run_dir:
+        if not backend.is_folder:
             begin(
                 "tiercheck-progress",
                 lambda: supervise(self._deliver, self._died, lambda pause: not self._stop.wait(pause)),

@@ -329,7 +329,7 @@ class _TrainerState:
         plain = {
             field.name: getattr(trainer.state, field.name)
             for field in dataclasses.fields(trainer.state)
-            if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
+            if field.name != "stateful_callbacks" and is_readable(getattr(trainer.state, field.name))
         }
         callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
         self._watch.look(each for each in trainer.callback_handler.callbacks if not _is_stateful(each))
@@ -405,7 +405,7 @@ def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
         "ranks": trainer.args.world_size,
         "length of train_dataset": length,
         "steps per epoch": None if length is None else steps_per_epoch,
-        **{name: value for name, value in known if name.startswith(_COMPARED) and _is_plain(value)},
+        **{name: value for name, value in known if name.startswith(_COMPARED) and is_readable(value)},
     }
 
 
@@ -436,11 +436,3 @@ def _generators(holder: Any, name: str = "") -> dict[str, Any]:
         elif user_state.generator_state(value) is not None:
             found[path] = value
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return value is None or type(value) in (int, float, bool, str)

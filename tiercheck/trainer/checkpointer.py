@@ -152,7 +152,7 @@ class Checkpointer:
         self.rank, self.world_size = trained.rank, trained.world_size
         """This rank's number, and the number of ranks in the job."""
         backend = self._backend = (
-            open_backend(self._folder, self._keep, self._run) if found is None else found.backend
+            open_backend(self._folder, self._keep, name_of(self._run)) if found is None else found.backend
         )
         self._saver = Saver(
             backend,

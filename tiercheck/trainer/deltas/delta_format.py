@@ -21,10 +21,9 @@ from tiercheck.trainer.deltas.encoding import decode, encode, look_sparse, may_b
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.deltas.watch import Mark
 from tiercheck.trainer.replicas.replicas import Replicas, cut, share_of
-from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
+from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader, plan_slot
 from tiercheck.trainer.state.user_state import Packed
 from tiercheck.trainer.tensors.accelerator import Pending
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name
 
 REPLAY_BLOB = "replay"
 REPLAY_BYTES = "replay_bytes"
@@ -135,21 +134,7 @@ class Planner:
             *((item.name, item.tensor.dtype, item.tensor.shape) for item in items),
         )
         if self._layout is None or signature != self._signature:
-            try:
-                self._layout = SlotLayout.plan(
-                    [
-                        (
-                            item.name,
-                            dtype_name(item.tensor.dtype),
-                            tuple(item.tensor.shape),
-                            item.tensor.nbytes,
-                        )
-                        for item in items
-                    ]
-                    + [(name, "U8", (room,), room) for name, room in self._capacity.items()]
-                )
-            except (TypeError, ValueError) as error:
-                raise NotCapturable(str(error)) from error
+            self._layout = plan_slot({}, [(item.name, item.tensor) for item in items], self._capacity)
             self._signature = signature
         return self._layout
 

@@ -24,7 +24,7 @@ from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
-from tiercheck.trainer.state import optimizer_state, user_state
+from tiercheck.trainer.state import optimizer_state
 from tiercheck.trainer.state.capture import (
     is_extra,
     model_items,
@@ -118,7 +118,7 @@ class SavedRanks:
     def blob(self, rank: int) -> dict[str, Any]:
         """Returns the user blob of one rank."""
         if rank not in self._blobs:
-            self._blobs[rank] = user_state.unpack(self.open(rank, [self.place(rank, USER_BLOB)]).user_blob())
+            self._blobs[rank] = self.open(rank, [self.place(rank, USER_BLOB)]).content
         return self._blobs[rank]
 
     def facts(self, rank: int) -> dict[str, Any]:

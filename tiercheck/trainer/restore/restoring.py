@@ -73,7 +73,7 @@ class Found:
             return {}
         try:
             if offer.path:
-                content = _OpenSlot.open(offer.deltas[-1] if offer.deltas else offer.path).content
+                content = SlotReader.open(offer.deltas[-1] if offer.deltas else offer.path).content
             else:
                 assert offer.borrow is not None
                 content = SavedRanks(offer.world_size, offer.borrow).blob(0)
@@ -85,16 +85,16 @@ class Found:
 
 def find(folder: Path | str | None = None, keep: int = 2, run: str | None = None) -> Found:
     """Finds the version for `Checkpointer.restore`. Collective outside a cluster. Raises RestoreError."""
-    backend = open_backend(folder, keep, run)
+    backend = open_backend(folder, keep, name_of(run))
     return Found(backend, backend.find())
 
 
-def open_backend(folder: Path | str | None, keep: int, run: str | None) -> Backend:
-    """Returns the sidecar's backend in a cluster, elsewhere a folder's."""
+def open_backend(folder: Path | str | None, keep: int, run: str) -> Backend:
+    """Returns the sidecar's backend in a cluster, elsewhere a folder's. `run`: see `FolderBackend`."""
     rank, world_size = rank_and_world()
     if run_dir := os.environ.get(ENV_RUN_DIR):
         return SidecarBackend(Path(run_dir), rank, world_size)
-    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep, name_of(run))
+    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep, run)
 
 
 @dataclass(frozen=True)
@@ -139,27 +139,12 @@ def _reported(version: Version) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class _OpenSlot:
-    slot: SlotReader
-
-    @staticmethod
-    def open(path: str) -> _OpenSlot:
-        """Opens a slot. Raises OSError, NotASlot."""
-        return _OpenSlot(SlotReader.open(path))
-
-    @functools.cached_property
-    def content(self) -> dict[str, Any]:
-        """Returns the user blob. Raises KeyError, ValueError, NotCapturable."""
-        return user_state.unpack(self.slot.user_blob())
-
-
 class Restoring:
     """Performs one restore, in the training thread."""
 
     def __init__(self, trained: TrainedState, backend: Backend) -> None:
         self._trained, self._backend = trained, backend
-        self._open_slot = functools.lru_cache(maxsize=1)(_OpenSlot.open)
+        self._open_slot = functools.lru_cache(maxsize=1)(SlotReader.open)
 
     def load(self, offer: Offer) -> Loaded:
         """Restores what is offered, except the script's `state`. Raises RestoreError or DifferentState."""
@@ -257,7 +242,7 @@ class Restoring:
         """Returns what saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
         path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
         try:
-            return self._open_slot(path).slot.header.metadata.get(FORMAT, "") if path else ""
+            return self._open_slot(path).header.metadata.get(FORMAT, "") if path else ""
         except (OSError, NotASlot) as error:
             raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
 
@@ -271,28 +256,26 @@ class Restoring:
         if writer == IMPORT:
             return True
         shares = self._trained.shares
-        opened = self._open_slot(offer.path) if offer.path else None
-        if opened is not None and were_saved_whole(opened.slot.header.metadata.get(REPLICAS, "")):
-            shares.keep_whole(f"replicas differed when {opened.slot.header.version} was saved")
+        slot = self._open_slot(offer.path) if offer.path else None
+        if slot is not None and were_saved_whole(slot.header.metadata.get(REPLICAS, "")):
+            shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
         entries = shares.own(self._trained.inventories.take())
-        return is_true_anywhere(
-            opened is None or not (fits(opened.slot, entries) and self._is_kept_here(opened))
-        )
+        return is_true_anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
 
-    def _add_tensors(self, opened: _OpenSlot) -> None:
+    def _add_tensors(self, slot: SlotReader) -> None:
         try:
-            grown = opened.content["facts"].get("grown", ())
+            grown = slot.content["facts"].get("grown", ())
         except (KeyError, NotCapturable):
             return  # the load will raise for what is wrong with it
-        add_tensors(self._trained.model, self._trained.beside, opened.slot.tensors(), grown)
+        add_tensors(self._trained.model, self._trained.beside, slot.tensors(), grown)
 
-    def _is_kept_here(self, opened: _OpenSlot) -> bool:
+    def _is_kept_here(self, slot: SlotReader) -> bool:
         """Returns whether the slot's optimizers had these parameters: under ZeRO each rank has its own."""
         optimizers = self._trained.optimizers
-        if self._trained.world_size == opened.slot.header.world_size == 1:
+        if self._trained.world_size == slot.header.world_size == 1:
             return True
         try:
-            saved = opened.content["facts"]["optimizers"]
+            saved = slot.content["facts"]["optimizers"]
         except (KeyError, NotCapturable):
             return True  # the load will raise for what is wrong with it
         if len(saved) != len(optimizers):
@@ -356,8 +339,8 @@ class Restoring:
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
         """Opens a slot and its user blob. Raises RestoreError if it is not what it should be."""
         try:
-            opened = self._open_slot(path)
-            slot, content = opened.slot, opened.content
+            slot = self._open_slot(path)
+            content = slot.content
         except (OSError, ValueError, KeyError, NotCapturable) as error:
             raise RestoreError(f"{version or kind.value} cannot be read from {path}: {error}") from error
         header = slot.header

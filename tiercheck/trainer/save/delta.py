@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import Skipped
 from tiercheck.trainer.deltas.delta_format import (
@@ -188,7 +187,6 @@ class DeltaJob(Job):
         super().__init__(context, delta)
         self._delta = delta
         self._script = script
-        self._layout: SlotLayout
         self._plan: DeltaPlan
         self._by_name: dict[str, Item] = {}
         self._hashes: state_hash.Folded
@@ -222,8 +220,7 @@ class DeltaJob(Job):
 
     def finish(self) -> None:
         begun = time.monotonic()
-        self._guarded(self._finish)
-        self._context.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
+        super().finish()
         self.seconds += time.monotonic() - begun
 
     def _make_room(self) -> None:
@@ -317,11 +314,4 @@ class DeltaJob(Job):
         bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._context.gate():
             self._refuse_non_finite(self._consumed())
-        self._context.open(self._path).finish(
-            self._layout,
-            self._context.rank,
-            self._context.version(delta.step),
-            self._context.world_size,
-            {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(blob))},
-            kind=self.kind,
-        )
+        self._seal({USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(blob))})

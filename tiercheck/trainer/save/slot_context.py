@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -24,9 +24,9 @@ from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.staging import DeviceCopy
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
+from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter, plan_slot
 from tiercheck.trainer.tensors.accelerator import Pending
-from tiercheck.trainer.tensors.tensor_parts import Entry, NotCapturable, dtype_name
+from tiercheck.trainer.tensors.tensor_parts import Entry
 
 
 class Sanity:
@@ -114,26 +114,9 @@ class Layouts:
                 pieces = pieces_table(
                     {entry.name: entry.piece for entry in entries if entry.piece is not None}
                 )
-                stored = [
-                    (
-                        entry.name,
-                        dtype_name(entry.tensor.dtype),
-                        tuple(entry.tensor.shape),
-                        entry.tensor.nbytes,
-                    )
-                    for entry in entries
-                ]
-                try:
-                    slot = SlotLayout.plan(
-                        [
-                            (PIECES, "U8", (len(pieces),), len(pieces)),
-                            (PROOF, "U8", (SUM_BYTES * len(entries),), SUM_BYTES * len(entries)),
-                            *stored,
-                            (USER_BLOB, "U8", (self._capacity,), self._capacity),
-                        ]
-                    )
-                except (TypeError, ValueError) as error:
-                    raise NotCapturable(str(error)) from error
+                before = {PIECES: len(pieces), PROOF: SUM_BYTES * len(entries)}
+                tensors = [(entry.name, entry.tensor) for entry in entries]
+                slot = plan_slot(before, tensors, {USER_BLOB: self._capacity})
                 self._layout, self._signature = Planned(slot, pieces), signature
                 self._reserve(slot.size, delta_room)
             return self._layout
@@ -164,9 +147,6 @@ class SaveContext:
     """Bytes reserved for a delta slot."""
     _slots: OpenSlots = field(default_factory=OpenSlots)
 
-    def version(self, step: int) -> Version:
-        return Version(step, self.backend.attempt)
-
     def open(self, path: str) -> SlotWriter:
         """Maps the slot at `path`. Raises OSError or ValueError."""
         return self._slots.open(path)
@@ -185,6 +165,7 @@ class Job(ABC):
     def __init__(self, context: SaveContext, pending: Pending) -> None:
         self._context, self.pending = context, pending
         self._path = ""
+        self._layout: SlotLayout
         self._views: dict[str, Tensor] = {}
         self._device_copy: DeviceCopy | None = None
 
@@ -196,9 +177,19 @@ class Job(ABC):
     def land(self) -> None:
         """Waits until a device has done the copies that `copy` gave to it."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Completes the artifact, without access to the model."""
+        self._guarded(self._finish)
+        self._context.backend.complete(self._path, self.pending.step, self._layout.size, self.kind)
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    def _seal(self, metadata: Mapping[str, str]) -> None:
+        context = self._context
+        version = Version(self.pending.step, context.backend.attempt)
+        slot = context.open(self._path)
+        slot.finish(self._layout, context.rank, version, context.world_size, metadata, kind=self.kind)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Does `work`, and gives the slot back on any error. Raises Skipped, Cancelled, unexpected errors."""

@@ -11,7 +11,7 @@ from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.proof import proof
 from tiercheck.trainer.replicas.equality import REPLICAS, ReplicaSamples
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.save.slot_context import Cancelled, Job, Planned, SaveContext
+from tiercheck.trainer.save.slot_context import Cancelled, Job, SaveContext
 from tiercheck.trainer.save.staging import DeviceCopy, ParallelCopy, Snapshot
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
@@ -30,7 +30,7 @@ class SnapshotJob(Job):
         self._snapshot = snapshot
         self._mutating = mutating
         self._untold = untracked
-        self._planned: Planned
+        self._pieces = b""
         self._looked: ReplicaSamples
         self._must_be_finite: list[str] | None = None
 
@@ -38,25 +38,22 @@ class SnapshotJob(Job):
         snapshot, backend = self._snapshot, self._context.backend
         self._context.follow(snapshot)
         try:
-            self._planned = self._context.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
+            planned = self._context.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
         except NotCapturable as error:
             backend.pass_over(snapshot.step)
             raise Skipped("NotCapturable", str(error)) from error
-        self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
+        self._layout, self._pieces = planned.slot, planned.pieces
+        self._path = backend.begin(snapshot.step, self._layout.size, self.kind)
         self._guarded(self._copy)
 
     def land(self) -> None:
         if self._device_copy is not None:
             self._guarded(self._device_copy.land)
 
-    def finish(self) -> None:
-        self._guarded(self._finish)
-        self._context.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
-
     def _copy(self) -> None:
         snapshot = self._snapshot
         writer = self._context.open(self._path)
-        self._views = writer.begin(self._planned.slot)
+        self._views = writer.begin(self._layout)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
         if self._context.gate():
             # Buffers, such as masks, may hold infinities.
@@ -88,22 +85,18 @@ class SnapshotJob(Job):
         if self._device_copy is not None:
             self._refuse_changed()
         self._prove()
-        bytes_into(self._views[PIECES], self._planned.pieces)
+        bytes_into(self._views[PIECES], self._pieces)
         bytes_into(self._views[PROOF], snapshot.proof.written())
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._must_be_finite is not None:
             self._refuse_non_finite(self._must_be_finite)
         self._context.equality.judge(self._looked)
-        self._context.open(self._path).finish(
-            self._planned.slot,
-            self._context.rank,
-            self._context.version(snapshot.step),
-            self._context.world_size,
+        self._seal(
             {
                 USER_BYTES: str(len(snapshot.blob.written())),
                 REPLICAS: self._looked.written(),
                 DELTA_ROOM: str(self._context.delta_room),
-            },
+            }
         )
 
     def _refuse_changed(self) -> None:

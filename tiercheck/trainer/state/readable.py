@@ -323,11 +323,13 @@ def check_readable(value: Any, name: str, within: frozenset[int] = frozenset()) 
     if kind in (dict, OrderedDict):
         for key, each in value.items():
             check_readable(key, name, within)
-            check_readable(each, f"{name}/{in_words(key)}", within)
+            if type(each) not in UNCHANGEABLE:
+                check_readable(each, f"{name}/{in_words(key)}", within)
         return
     if kind in (list, tuple):
         for each in value:
-            check_readable(each, name, within)
+            if type(each) not in UNCHANGEABLE:
+                check_readable(each, name, within)
         return
     try:
         buffer = io.BytesIO()

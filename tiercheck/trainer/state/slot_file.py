@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, SlotLay
 from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import RestoreError, log
+from tiercheck.trainer.state.user_state import unpack
 from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of, page_lock, release
-from tiercheck.trainer.tensors.tensor_parts import dtype_of, has_plain_bytes, write
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name, dtype_of, has_plain_bytes, write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024
@@ -199,6 +201,22 @@ def view_of(buffer: mmap.mmap | memoryview, tensor: SlotTensor) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
 
 
+def plan_slot(
+    before: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]], after: Mapping[str, int]
+) -> SlotLayout:
+    """Lays out named tensors, with entries of so many bytes around them. Raises NotCapturable."""
+    try:
+        return SlotLayout.plan(
+            [
+                *((name, "U8", (size,), size) for name, size in before.items()),
+                *((name, dtype_name(each.dtype), tuple(each.shape), each.nbytes) for name, each in tensors),
+                *((name, "U8", (size,), size) for name, size in after.items()),
+            ]
+        )
+    except (TypeError, ValueError) as error:
+        raise NotCapturable(str(error)) from error
+
+
 class SlotWriter:
     """One slot open for writing; the mapping is kept for as long as the file stays the same one."""
 
@@ -336,8 +354,10 @@ class SlotReader:
         begin, end = self.header.blob(USER_BLOB, USER_BYTES)
         return end - begin
 
-    def user_blob(self) -> bytes:
-        return self.blob(USER_BLOB, USER_BYTES)
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """Returns what the user blob holds. Raises KeyError, ValueError, NotCapturable."""
+        return unpack(self.blob(USER_BLOB, USER_BYTES))
 
     def blob(self, name: str, length: str) -> bytes:
         """Returns the bytes of `name`; metadata `length` has their number. Raises KeyError, ValueError."""

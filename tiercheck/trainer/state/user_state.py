@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from tiercheck.trainer.state.readable import check_readable, encoded, read_plain, write_plain
+from tiercheck.trainer.state.readable import check_readable, decoded, encoded, read_plain, write_plain
 from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, memory
 
 _SMALLEST = 64 * 1024
@@ -213,7 +213,7 @@ def generator_state(holder: Any) -> Any:
     if (bits := _bit_generator(holder)) is not None:
         # A RandomState keeps every second normal number beside its bit generator.
         whole = holder.get_state(legacy=False) if _is_legacy(holder) else bits.state
-        return _without_arrays({"state": whole, "seeds": getattr(_seeds(bits), "state", None)})
+        return {"state": whole, "seeds": getattr(_seeds(bits), "state", None)}
     return holder.getstate() if isinstance(holder, random.Random) else None
 
 
@@ -227,13 +227,12 @@ def set_generator(holder: Any, drawn: Any) -> bool:
         version, words, gauss = drawn
         holder.setstate((version, tuple(words), gauss))
     elif (bits := _bit_generator(holder)) is not None:
-        saved = _with_arrays(drawn)
-        if (seeds := saved["seeds"]) and getattr(_seeds(bits), "state", None) != seeds:
+        if (seeds := drawn["seeds"]) and getattr(_seeds(bits), "state", None) != seeds:
             _set_seeds(bits, seeds)
         if _is_legacy(holder):
-            holder.set_state(saved["state"])
+            holder.set_state(drawn["state"])
         else:
-            bits.state = saved["state"]
+            bits.state = drawn["state"]
     else:
         return False
     return True
@@ -271,23 +270,6 @@ def _set_seeds(bits: Any, saved: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _without_arrays(state: Any) -> Any:
-    """Returns a bit generator's state as plain values: only these can be read without running code."""
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    if hasattr(state, "tolist"):
-        return {"array": state.tolist(), "dtype": state.dtype.name}
-    return state
-
-
-def _with_arrays(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    if state.keys() == {"array", "dtype"}:
-        return sys.modules["numpy"].array(state["array"], dtype=state["dtype"])
-    return {key: _with_arrays(value) for key, value in state.items()}
-
-
 def random_state() -> dict[str, Any]:
     """Returns the state of all generators that a training loop draws from by default."""
     version, words, gauss = random.getstate()
@@ -302,11 +284,10 @@ def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         drawn = numpy.random.get_state(legacy=False)
-        if (words := drawn["state"].pop("key", None)) is None:  # the script has set another bit generator
-            state["numpy"] = _without_arrays(drawn)
-        else:
-            state["numpy"] = drawn
-            drawn["state"]["key"] = torch.frombuffer(bytearray(words.tobytes()), dtype=torch.int32)
+        if drawn["bit_generator"] == "MT19937":  # else the script has set another one
+            words = drawn["state"]["key"].tobytes()
+            drawn["state"]["key"] = torch.frombuffer(bytearray(words), dtype=torch.int32)
+        state["numpy"] = encoded(drawn, {}, lambda value, _: value)
     return state
 
 
@@ -325,9 +306,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])  # last: the rank's own device may have another number now
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        drawn = _with_arrays(state["numpy"])
+        drawn = decoded(state["numpy"])
         if isinstance(words := drawn["state"].get("key"), torch.Tensor):
-            drawn["state"]["key"] = words.numpy().view(numpy.uint32)
+            drawn = {**drawn, "state": {**drawn["state"], "key": words.numpy().view(numpy.uint32)}}
         try:
             numpy.random.set_state(drawn)
         except ValueError as error:
