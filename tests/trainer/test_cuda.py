@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import Script, survives
 from tiercheck import Checkpointer
-from tiercheck.trainer.deltas.encoding import decode, encode, have_same_bits
+from tiercheck.trainer.deltas.encoding import decode, encode
 from tiercheck.trainer.proof.state_hash import fingerprints
+from tiercheck.trainer.tensors.tensor_parts import have_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

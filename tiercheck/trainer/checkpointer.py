@@ -524,7 +524,7 @@ class Checkpointer:
         self._clean = False
         self._saver.barrier()
         if self._capturing.unseen.hooked():
-            self._trained.inventories.evaluating = self._deltas.evaluating = not self._trained.model.training
+            self._trained.inventories.evaluating = not self._trained.model.training
             self._deltas.before_update(index, self.step_number + 1, arguments, named)
 
     def _after_update(self, index: int, *_: object) -> None:

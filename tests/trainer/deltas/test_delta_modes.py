@@ -34,11 +34,11 @@ from tiercheck.trainer.deltas.encoding import (
     Encoded,
     decode,
     encode,
-    have_same_bits,
     look_sparse,
     may_be_sparse,
 )
 from tiercheck.trainer.deltas.watch import VersionCounters
+from tiercheck.trainer.tensors.tensor_parts import have_same_bits
 
 
 class Lion(Optimizer):

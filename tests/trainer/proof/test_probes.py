@@ -33,10 +33,10 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import clones, probe
 from tiercheck.trainer.deltas.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
-from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.gradients import Recorder
 from tiercheck.trainer.deltas.probe import Probe, ProbeRefused
 from tiercheck.trainer.state.replayable import why_not_separable
+from tiercheck.trainer.tensors.tensor_parts import have_same_bits
 
 EVERY = 5
 """Updates between probes here."""
@@ -405,10 +405,9 @@ def test_parts_get_the_bits_of_the_whole(
     together, apart = make([whole]), make(parts)
     assert not why_not_separable(together)
     for _ in range(3):
-        gradient = torch.randn(count).to(dtype)
-        whole.grad = gradient.clone()
+        whole.grad = torch.randn(count).to(dtype)
         for part, (a, b) in zip(parts, itertools.pairwise(cuts), strict=True):
-            part.grad = gradient[a:b].clone()
+            part.grad = whole.grad[a:b].clone()
         together.step()
         apart.step()
     assert have_same_bits(torch.cat([part.detach() for part in parts]), whole.detach())

@@ -34,14 +34,13 @@ from tests.trainer.deltas.replaying import (
 from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import watch
-from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.unseen import PATIENCE
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.state import slot_file
 from tiercheck.trainer.state.slot_file import SlotWriter
 from tiercheck.trainer.tensors import accelerator, buffers
 from tiercheck.trainer.tensors.accelerator import accelerator_of
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, have_same_bits
 
 WIDTH = 160
 """A weight of 100 KiB, which travels alone, beside biases that are packed."""

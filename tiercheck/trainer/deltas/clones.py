@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.encoding import are_equal_by_bits, decode, encode, have_same_bits
+from tiercheck.trainer.deltas.encoding import decode, encode
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.state.replayable import (
     is_elementwise,
@@ -28,7 +28,14 @@ from tiercheck.trainer.state.replayable import (
     plain_step,
     why_not_separable,
 )
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, parameters_of
+from tiercheck.trainer.state.values import is_same
+from tiercheck.trainer.tensors.tensor_parts import (
+    PLAIN,
+    NotCapturable,
+    have_same_bits,
+    local_shard,
+    parameters_of,
+)
 
 _GRAIN = 1024
 """The number of elements of which cuts are at multiples."""
@@ -234,7 +241,7 @@ class Clones:
             }
             if not have_same_bits(_cut(shard, shard, pair.part), pair.clone):
                 return True
-            if not are_equal_by_bits(state, dict(self.optimizer.state.get(pair.clone, {}))):
+            if not is_same(state, dict(self.optimizer.state.get(pair.clone, {}))):
                 return True
         return False
 

@@ -13,7 +13,6 @@ A sample decides whether a gradient is examined completely.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.state.readable import is_record
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable, dtype_name, dtype_of, local_shard
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, as_integers, dtype_name, dtype_of
 
 SAMPLE = 1024
 """The number of elements examined first."""
@@ -30,7 +28,6 @@ WORTH = 0.75
 """The part of the dense size below which a sparse form is used."""
 _SMALL = 64 * 1024  # bytes: smaller gradients are not examined
 _CHUNK = 16 * 1024 * 1024  # bytes examined in one call
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,8 @@ def decode(
         return sparse._coalesced_(about["coalesced"])
     whole = torch.zeros(about["shape"], dtype=values.dtype, device=device)
     index = _moved(_needed(part, "/index"), device).long()
-    bits = _bits(whole).view(-1, values.shape[1])
-    bits[index] = _bits(values)
+    bits = as_integers(whole).view(-1, values.shape[1])
+    bits[index] = as_integers(values)
     return whole
 
 
@@ -120,14 +117,14 @@ def look_sparse(gradients: Sequence[Tensor]) -> list[bool]:
         return []
     samples = []
     for gradient in gradients:
-        bits = _bits(gradient).view(-1)
+        bits = as_integers(gradient).view(-1)
         samples.append(bits[:: bits.numel() // SAMPLE | 1])  # odd: an even stride might cover one column
     counts = torch.stack([torch.count_nonzero(sample) for sample in samples]).tolist()
     return [2 * count < sample.numel() for count, sample in zip(counts, samples, strict=True)]
 
 
 def _sparse(gradient: Tensor) -> Encoded | None:
-    bits = _bits(gradient)
+    bits = as_integers(gradient)
     width = gradient.shape[-1] if gradient.dim() > 1 else 1
     by_row = bits.view(-1, width)
     index = _not_zero(by_row)
@@ -161,10 +158,6 @@ def _not_zero(by_row: Tensor) -> Tensor:
     return index.int() if by_row.shape[0] < 2**31 else index
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
 def _in_memory_order(gradient: Tensor) -> Tensor | None:
     """Returns all elements in memory order; None if they overlap or leave gaps."""
     order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
@@ -181,33 +174,3 @@ def _needed(part: Callable[[str], Tensor | None], suffix: str) -> Tensor:
 
 def _moved(stored: Tensor, device: torch.device) -> Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
-
-
-def have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether shape, dtype and all bits are equal: a NaN equals itself, -0.0 differs from 0.0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(_words(one), _words(other))
-
-
-def _words(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().contiguous().view(-1)
-    return plain if plain.dtype == torch.bool or plain.is_complex() else _bits(plain)
-
-
-def are_equal_by_bits(one: Any, other: Any) -> bool:
-    """Returns whether values are equal; compares tensors (of sharded ones the shards) by bits."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and have_same_bits(local_shard(one), local_shard(other))
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and one.keys() == other.keys()
-            and all(are_equal_by_bits(one[k], other[k]) for k in one)
-        )
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(are_equal_by_bits, one, other))
-    if type(one) is type(other) and is_record(type(one)) and hasattr(one, "__dict__"):
-        return are_equal_by_bits(vars(one), vars(other))
-    return bool(one == other)

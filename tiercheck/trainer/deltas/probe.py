@@ -16,10 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.clones import Cloner, Clones
-from tiercheck.trainer.deltas.encoding import are_equal_by_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.replayable import is_function, is_known, is_value, own_attributes
+from tiercheck.trainer.state.values import is_same
 from tiercheck.trainer.tensors.tensor_parts import parameters_of
 
 SAMPLE_BYTES = 64 * 1024 * 1024
@@ -95,7 +95,7 @@ class Probe:
         clones, self._clones = self._clones, None
         if clones is None:
             return
-        if self._random is not None and not are_equal_by_bits(self._random, user_state.random_state()):
+        if self._random is not None and not is_same(self._random, user_state.random_state()):
             raise ProbeRefused(f"{self._name} draws random numbers")
         try:
             if self._random is None:

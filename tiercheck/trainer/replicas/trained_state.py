@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,16 +13,11 @@ from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.replicas import Partitions, Shares
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_unfit_modules, unwrap
-from tiercheck.trainer.state.capture import BESIDE
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.optimizer_state import refuse_inner
-from tiercheck.trainer.state.plain_attributes import PlainAttributes, owners_in
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
-
-ATTRIBUTES = "attributes of modules"
-"""The key of `TrainedState.attributes` in the facts of snapshots and deltas."""
 
 
 class TrainedState:
@@ -72,16 +67,8 @@ class TrainedState:
         if leave_out:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
-        arithmetic = self.arithmetic = Arithmetic(wrapped, given.values())
-        tracked = {"": self.model, **{f"{BESIDE}{name}/": each for name, each in self.beside.items()}}
-        attributes = self.attributes = PlainAttributes(self.model, lambda: owners_in(tracked))
-        # Without a reference to this object, which must end with its attempt.
-        self.more_facts: Callable[[], dict[str, Any]] = lambda: {
-            **arithmetic.facts(),
-            ATTRIBUTES: attributes.state_dict(),
-        }
-        """Returns the facts that snapshots and deltas store beside what their inventories have."""
-        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.more_facts)
+        self.arithmetic = Arithmetic(wrapped, given.values())
+        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
 

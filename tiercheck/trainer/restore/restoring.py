@@ -35,7 +35,7 @@ from tiercheck.trainer.replicas.equality import (
     were_saved_as_shares,
     were_saved_whole,
 )
-from tiercheck.trainer.replicas.trained_state import ATTRIBUTES, TrainedState
+from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
@@ -43,6 +43,7 @@ from tiercheck.trainer.restore.resharding import LocalState, SavedRanks, load_re
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import loose_parameters, named_parameters_of
 from tiercheck.trainer.state.frozen import put_back_modes
+from tiercheck.trainer.state.inventories import ATTRIBUTES
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
@@ -167,7 +168,7 @@ class Restoring:
         if offer.deltas:
             loaded = self._replay(offer, loaded)
         trained.arithmetic.put_back(loaded.facts)
-        trained.attributes.load_state_dict(loaded.facts.get(ATTRIBUTES, {}))
+        trained.inventories.attributes.load_state_dict(loaded.facts.get(ATTRIBUTES, {}))
         trained.partitions.loaded()
         run_load_hooks(trained, loaded.facts)
         loose = list(loose_parameters(trained.optimizers, trained.model))
@@ -233,7 +234,7 @@ class Restoring:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
-        trained.attributes.load_state_dict(content["facts"].get(ATTRIBUTES, {}))
+        trained.inventories.attributes.load_state_dict(content["facts"].get(ATTRIBUTES, {}))
         run_load_hooks(trained, content["facts"])
         blob_bytes = len(user_state.pack({}, content))
         return Loaded(offer.version, content, content["facts"], 0, blob_bytes, imported=imported)

@@ -57,13 +57,14 @@ class Capturing:
         Raises NotCapturable. Keeps no tensor, so that optimizer state does not exist twice during the load.
         """
         self.has_begun = True
-        self._trained.attributes.begin()
+        self._trained.inventories.attributes.begin()
         inventory = self._trained.inventories.take()
         self._began_with = _list_shapes(inventory.entries)
         self._began_training = _list_trained(inventory)
         # Reading a loader's position creates its workers, which fixes the order of samples.
         asked = {name: each for name, each in self._trained.state.items() if not user_state.is_iterated(each)}
-        user_state.unpack(user_state.pack(asked, inventory.facts))
+        facts = {**inventory.facts, **self._trained.inventories.facts_of_step()}
+        user_state.unpack(user_state.pack(asked, facts))
         device = accelerator_of(entry.tensor for entry in inventory.entries)
         return None if device is None else device.numa_node()
 
@@ -88,8 +89,11 @@ class Capturing:
 
         `blob_bytes`: bytes of the user blob; 0: not known."""
         try:
-            inventory = self._trained.inventories.take()
-            blob_bytes = blob_bytes or len(user_state.pack(self._trained.state, inventory.facts))
+            inventories = self._trained.inventories
+            inventory = inventories.take()
+            if not blob_bytes:
+                facts = {**inventory.facts, **inventories.facts_of_step()}
+                blob_bytes = len(user_state.pack(self._trained.state, facts))
             self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
@@ -139,11 +143,12 @@ class Capturing:
 
     def _capture(self, step: int) -> Snapshot:
         """Lists the state, and copies at once what may change before the next update: buffers, user blob."""
-        inventory, state = self._trained.inventories.take(), self._trained.state
-        facts = {**inventory.facts, TRAINING: self.training}
+        inventories, state = self._trained.inventories, self._trained.state
+        inventory = inventories.take()
+        facts = {**inventory.facts, **inventories.facts_of_step(), TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
-        if found := self._trained.attributes.changed_unsaved():
+        if found := inventories.attributes.changed_unsaved():
             remedy = "register it as a buffer" if found.startswith("tensor ") else "keep it in `state`"
             self._saver.warn(
                 "Attribute",

@@ -46,7 +46,7 @@ class Deltas:
     def __init__(self, trained: TrainedState, backend: Backend, saver: Saver) -> None:
         model, optimizers = trained.model, trained.optimizers
         self._model = model
-        self._shares, self._more_facts = trained.shares, trained.more_facts
+        self._shares, self._inventories = trained.shares, trained.inventories
         self._partitions, self._optimizers = trained.partitions, optimizers
         self._backend = backend
         self._saver = saver
@@ -67,8 +67,6 @@ class Deltas:
         self._parameters: list[Tensor] = []
         self._sizes: list[int] = []
         self._depth = [0] * len(optimizers)
-        self.evaluating = False
-        """The same as `Inventories.evaluating`."""
         if is_final(model):
             self._rescan_model()
 
@@ -245,7 +243,7 @@ class Deltas:
         seen: Mark,
         measure: bool,
     ) -> Delta:
-        modes = self._modes.facts(self.evaluating)
+        modes = self._modes.facts(self._inventories.evaluating)
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
@@ -253,7 +251,7 @@ class Deltas:
             "extra": self._extra(),
             "cleared": self._buffers.cleared(),
             **modes,
-            **self._more_facts(),
+            **self._inventories.facts_of_step(),
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]

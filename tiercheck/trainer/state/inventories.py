@@ -8,7 +8,6 @@ each time. The cache keeps no tensor alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from tiercheck.trainer.state.aliasing import refuse_copies
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.state.optimizer_state import attributes_of, odd_attributes
+from tiercheck.trainer.state.plain_attributes import PlainAttributes, owners_in
 from tiercheck.trainer.tensors.buffers import NonPersistentBuffers
 from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, exact_memory, parameters_of, read_each
 from tiercheck.trainer.tensors.tensor_parts import shard_or_self as _shard
@@ -32,6 +32,8 @@ _look, _where = attrgetter("device", "dtype", "shape"), attrgetter("device", "sh
 _trained, _spec, _local = attrgetter("requires_grad"), attrgetter("_spec"), attrgetter("_local_tensor")
 _training = attrgetter("training")
 _EMPTY: dict[str, Any] = {}
+ATTRIBUTES = "attributes of modules"
+"""The key of `Inventories.attributes` in the facts of snapshots and deltas."""
 
 
 class _NotRemembered(Exception):
@@ -46,16 +48,16 @@ class Inventories:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
-        more: Callable[[], dict[str, Any]] = dict,
+        settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`beside`: other modules with tensors to store. `more`: returns additional facts."""
-        self._more = more
+        """`beside`: other modules with tensors to store. `settings`: returns additional facts."""
+        self._settings = settings
         self._model = model
         self._beside = beside or {}
-        self.passing = NonPersistentBuffers(
-            {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
-        )
+        modules = {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
+        self.passing = NonPersistentBuffers(modules)
         """The buffers that are not persistent. A restore calls their `begin`."""
+        self.attributes = PlainAttributes(model, lambda: owners_in(modules))
         self.evaluating = False
         """True if the model evaluated as a whole when the last update was made."""
         self._optimizers = self.outer = optimizers
@@ -77,10 +79,6 @@ class Inventories:
 
     def take(self) -> Inventory:
         """Takes the inventory as `take_inventory` does. Raises NotCapturable."""
-        inventory = self._take()
-        return replace(inventory, facts={**inventory.facts, **self._more()})
-
-    def _take(self) -> Inventory:
         passing = self.passing.written()
         if self._marks is not None:
             try:
@@ -112,6 +110,10 @@ class Inventories:
             self._checked_addresses = looks
         self._remember(inventory, passing)
         return inventory
+
+    def facts_of_step(self) -> dict[str, Any]:
+        """Returns the facts that may change at each step, which snapshots and deltas store too."""
+        return {**self._settings(), ATTRIBUTES: self.attributes.state_dict()}
 
     def _addresses(self, inventory: Inventory) -> list[Any]:
         """Returns the addresses of all tensors that modules hold or show; empty if not quickly known."""

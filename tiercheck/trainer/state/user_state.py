@@ -284,10 +284,12 @@ def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         drawn = numpy.random.get_state(legacy=False)
-        if drawn["bit_generator"] == "MT19937":  # else the script has set another one
+        if drawn["bit_generator"] == "MT19937":
             words = drawn["state"]["key"].tobytes()
             drawn["state"]["key"] = torch.frombuffer(bytearray(words), dtype=torch.int32)
-        state["numpy"] = encoded(drawn, {}, lambda value, _: value)
+        else:  # the script has set another one
+            drawn = encoded(drawn, {}, lambda value, _: value)
+        state["numpy"] = drawn
     return state
 
 

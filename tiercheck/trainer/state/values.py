@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tiercheck.trainer.state.readable import UNCHANGEABLE
-from tiercheck.trainer.tensors.tensor_parts import write_count
+from tiercheck.trainer.state.readable import UNCHANGEABLE, is_record
+from tiercheck.trainer.tensors.tensor_parts import have_same_bits, local_shard, write_count
 
 DICTS = (dict, OrderedDict, Counter, defaultdict)
 _COPIED = {set, deque, *DICTS[1:]}
@@ -73,17 +73,24 @@ def numpy_type(name: str) -> Any:
 
 
 def is_same(value: Any, before: Any) -> bool:
-    """Returns whether two plain values, or collections of such, are equal."""
+    """Returns whether two values are equal: tensors, of sharded ones the shards, by their bits."""
+    kind = type(value)
     if value is before:
         return True
-    if type(value) is not type(before):
+    if kind in UNCHANGEABLE:
+        return kind is type(before) and bool(value == before)
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        return have_same_bits(local_shard(value), local_shard(before))
+    if kind is not type(before):
         return False
-    if type(value) is numpy_type("ndarray"):
+    if kind is numpy_type("ndarray"):
         return value.dtype == before.dtype and value.shape == before.shape and bool((value == before).all())
-    if type(value) in DICTS:  # of which the order counts too
+    if kind in DICTS:  # of which the order counts too
         return list(value) == list(before) and all(map(is_same, value.values(), before.values()))
-    if type(value) in (list, tuple):
+    if kind in (list, tuple, deque):
         return len(value) == len(before) and all(map(is_same, value, before))
+    if hasattr(value, "__dict__") and is_record(kind):
+        return is_same(vars(value), vars(before))
     return bool(value == before)
 
 

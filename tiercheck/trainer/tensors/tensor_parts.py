@@ -128,6 +128,26 @@ def has_plain_bytes(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Returns a view of a tensor's bits as integers of the same size."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether shape, dtype and all bits are equal: a NaN equals itself, -0.0 differs from 0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_words(one), _words(other))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().contiguous().view(-1)
+    return plain if plain.dtype == torch.bool or plain.is_complex() else as_integers(plain)
+
+
 def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a test of whether every byte of a plain tensor is also in these, however they are cut.
 
