@@ -258,7 +258,7 @@ send, broken = SidecarConnection.send, []
 def send_to_one_that_has_just_died(line, event):
     if not broken:
         broken.append(event)
-        line._socket.shutdown(socket.SHUT_RDWR)
+        line.channel.shutdown(socket.SHUT_RDWR)
     send(line, event)
 
 SidecarConnection.send = send_to_one_that_has_just_died

@@ -19,17 +19,13 @@ class SidecarConnection:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._socket: socket.socket | None = None
+        self.channel: socket.socket | None = None
+        """The socket, for a selector."""
         self._received = b""
 
     @property
     def connected(self) -> bool:
-        return self._socket is not None
-
-    @property
-    def channel(self) -> socket.socket | None:
-        """Returns the socket for a selector."""
-        return self._socket
+        return self.channel is not None
 
     def connect(self) -> bool:
         """Tries to connect once and sends a Hello. Returns whether that succeeded."""
@@ -41,24 +37,24 @@ class SidecarConnection:
         except OSError:
             connection.close()
             return False
-        self._socket = connection
+        self.channel = connection
         self._received = b""
         return True
 
     def send(self, event: LauncherEvent) -> None:
-        if self._socket is None:
+        if self.channel is None:
             return
         try:
-            self._socket.sendall(to_json(event) + b"\n")
+            self.channel.sendall(to_json(event) + b"\n")
         except OSError:
             self.close()
 
     def orders(self) -> list[Order]:
         """Returns received orders; call when the socket is readable. Closes it when the sidecar is gone."""
-        if self._socket is None:
+        if self.channel is None:
             return []
         try:
-            piece = self._socket.recv(65536)
+            piece = self.channel.recv(65536)
         except OSError:
             piece = b""
         if not piece:
@@ -75,6 +71,6 @@ class SidecarConnection:
             return []
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None

@@ -46,7 +46,8 @@ class WarmInterpreter:
         self._errors = errors
         self._environment = dict(environment)
         self._recipe = recipe if environment.get(ENV_WARM, "1") != "0" else None
-        self._channel: socket.socket | None = None
+        self.channel: socket.socket | None = None
+        """The socket, for a selector, while an interpreter is connected."""
         self._received = b""
         self._deaths = 0
         self.pid: int | None = None
@@ -58,17 +59,12 @@ class WarmInterpreter:
     @property
     def wanted(self) -> bool:
         """Returns whether one should be prepared: there is none, and it could be used."""
-        return self._recipe is not None and self._channel is None
+        return self._recipe is not None and self.channel is None
 
     @property
     def waiting(self) -> set[int]:
         """Returns the pid of the waiting interpreter, if any."""
         return set() if self.pid is None else {self.pid}
-
-    @property
-    def channel(self) -> socket.socket | None:
-        """Returns the socket for a selector while an interpreter is connected."""
-        return self._channel
 
     def prepare(self) -> None:
         """Starts an interpreter, which then imports torch. A failure only means that there is none."""
@@ -91,19 +87,19 @@ class WarmInterpreter:
             theirs.close()
         _yield_to_others(self.pid, True)
         ours.setblocking(False)
-        self._channel = ours
+        self.channel = ours
         self._received = b""
 
     def release(self, environment: Mapping[str, str]) -> int | None:
         """Makes it the command with `environment`, and returns its pid; None if none is usable."""
-        if self.pid is None or self._channel is None:
+        if self.pid is None or self.channel is None:
             return None
         order = json.dumps(dict(environment)).encode() + b"\n"
         _yield_to_others(self.pid, False)  # first: the command may start as soon as the order is sent
         try:
-            self._channel.settimeout(5.0)
-            self._channel.sendall(order)
-            self._channel.setblocking(False)
+            self.channel.settimeout(5.0)
+            self.channel.sendall(order)
+            self.channel.setblocking(False)
         except OSError:
             os.kill(self.pid, signal.SIGKILL)  # the loop reads end of file and closes the channel
             self.pid = None
@@ -114,10 +110,10 @@ class WarmInterpreter:
 
     def listen(self) -> None:
         """Reads messages from the interpreter; call when its channel is readable."""
-        if self._channel is None:
+        if self.channel is None:
             return
         try:
-            piece = self._channel.recv(65536)
+            piece = self.channel.recv(65536)
         except BlockingIOError:
             return
         except OSError:
@@ -148,7 +144,7 @@ class WarmInterpreter:
 
     def listen_to_the_end(self) -> None:
         """Reads the remaining messages of an interpreter that has ended."""
-        while self._channel is not None:
+        while self.channel is not None:
             self.listen()
 
     def check(self) -> None:
@@ -164,9 +160,9 @@ class WarmInterpreter:
         self._forget()
 
     def _forget(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
 
 def _yield_to_others(pid: int, yielding: bool) -> None:

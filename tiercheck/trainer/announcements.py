@@ -47,7 +47,9 @@ class Announcements:
             self._print(f"starts at step 0: no version in {self._backend.place}")
         else:
             step = offer.version.step
-            self._where = f"step {step} from {offer.source}{_chain(len(offer.deltas))}"
+            deltas = len(offer.deltas)
+            chain = f" ({deltas} delta{'s' * (deltas != 1)})" if deltas else ""
+            self._where = f"step {step} from {offer.source}{chain}"
             had = "; the training had ended there" if ended == step else ""
             why = f"; nothing to compare: {verdict.message}" if verdict is not None else ""
             self._print(f"continues after {self._where}{had}{why}")
@@ -81,10 +83,6 @@ class Announcements:
     def _print(self, line: str) -> None:
         if self._rank == 0:
             print(f"tiercheck: {line}", file=sys.stderr, flush=True)
-
-
-def _chain(deltas: int) -> str:
-    return f" ({deltas} delta{'s' * (deltas != 1)})" if deltas else ""
 
 
 class StepProgress:

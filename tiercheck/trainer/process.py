@@ -207,11 +207,8 @@ def wait_until_idle() -> None:
     idle = 0
     while idle < _LOOKS and time.monotonic() < end:
         time.sleep(_PAUSE)  # without the interpreter lock
-        idle = 0 if _some_busy() else idle + 1
-
-
-def _some_busy() -> bool:
-    return any(state.startswith(("R", "D")) for state in _gloo_threads().values())
+        busy = any(state.startswith(("R", "D")) for state in _gloo_threads().values())
+        idle = 0 if busy else idle + 1
 
 
 def _gloo_threads() -> dict[str, str]:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import assert_never
+from typing import Any
 
 import torch
 
@@ -22,18 +22,13 @@ from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.save.delta import DeltaBudget, DeltaChain, DeltaJob, Measured, Script
 from tiercheck.trainer.save.slot_context import (
-    CallBackend,
     Cancelled,
-    CopyArtifact,
     DeltaRoom,
-    End,
-    FinishJob,
     Job,
     Layouts,
     Message,
     Sanity,
     SaveContext,
-    Submitted,
     Task,
     UnknownRoom,
 )
@@ -88,11 +83,11 @@ class Saver:
         """True while the saver thread waits for a device."""
         self._lacking = ""
         """The reason why nothing can be saved, as last reported to the backend."""
-        self._unfinished: deque[FinishJob] = deque()
-        self._copies: deque[CopyArtifact] = deque()
+        self._unfinished: deque[Job] = deque()
+        self._copies: deque[Pending] = deque()
         """The submitted artifacts of which the copy has not begun."""
-        self._inbox: queue.SimpleQueue[Submitted | Message] = queue.SimpleQueue()
-        """The messages of the training thread."""
+        self._inbox: queue.SimpleQueue[tuple[Pending, ...] | Message] = queue.SimpleQueue()
+        """The messages of the training thread. Of a step, a device gets all copies before any is awaited."""
         self._later: deque[Message] = deque()
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
@@ -111,7 +106,7 @@ class Saver:
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
                 self.delta_chain.snapshot(artifact.step)
-        self._inbox.put(Submitted(artifacts))
+        self._inbox.put(artifacts)
 
     def barrier(self) -> None:
         """Returns when the state may be changed: at once if no copy is running, or only one on a device."""
@@ -151,7 +146,7 @@ class Saver:
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
         """Requests slots of these bytes."""
-        self._inbox.put(CallBackend(partial(self._reserve, snapshot_room, delta_room)))
+        self._send(self._reserve, snapshot_room, delta_room)
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
         """Counts an artifact that is not taken, and logs the reason, once per kind."""
@@ -176,35 +171,38 @@ class Saver:
 
     def report_skipped(self, step: int) -> None:
         """Reports to the backend that there will be no snapshot after `step`."""
-        self._inbox.put(CallBackend(partial(self._backend.pass_over, step)))
+        self._send(self._backend.pass_over, step)
 
     def report_no_deltas(self, why: str, since: int = 0) -> None:
         """Reports to the backend that this rank takes no further deltas (`Backend.no_deltas`)."""
-        self._inbox.put(CallBackend(partial(self._backend.no_deltas, why, since)))
+        self._send(self._backend.no_deltas, why, since)
 
     def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
         """Reports the result of the resume's comparison to the backend (`Backend.resumed`)."""
-        self._inbox.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message, suspected)))
+        self._send(self._backend.resumed, step, exact, steps, message, suspected)
 
     def report_cannot_save(self, why: str) -> None:
         """Reports to the backend that nothing can be saved, until a snapshot is."""
-        self._inbox.put(CallBackend(partial(self._lack, why)))
+        self._send(self._lack, why)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until everything submitted is done and progress is delivered; returns False at the timeout.
 
         `timeout` is in seconds."""
         done = threading.Event()
-        self._inbox.put(CallBackend(partial(self._flush, done)))
+        self._send(self._flush, done)
         return done.wait(timeout)
 
     def close(self, timeout: float) -> bool:
         """Finishes submitted work and ends the thread. Returns False if `timeout` seconds did not suffice."""
         self.barrier()
         self.wait(timeout)
-        self._inbox.put(End())
+        self._inbox.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _send(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._inbox.put(partial(call, *arguments))
 
     # The thread.
 
@@ -223,12 +221,16 @@ class Saver:
         )  # otherwise a copy would take processors from the training thread
         self._alone.set()
         while True:
-            task = self._next()
-            if isinstance(task, End):
+            if (task := self._next()) is None:
                 return
             self._busy_since = time.monotonic()
             try:
-                self._do(task)
+                if isinstance(task, Pending):
+                    self._copy(task)
+                elif isinstance(task, Job):
+                    self._finish(task)
+                else:
+                    task()
             except (Cancelled, Measured):
                 pass  # the barrier counted the first; the second is no failure
             except Exception as error:  # invariant: no error of TierCheck stops training
@@ -252,39 +254,20 @@ class Saver:
                     return self._unfinished.popleft()
                 self._backend.flush()
                 continue
-            if isinstance(told, Submitted):
-                self._copies.extend(map(CopyArtifact, told.artifacts))
+            if isinstance(told, tuple):
+                self._copies.extend(told)
             elif not self._unfinished:
                 return told
             else:
                 self._later.append(told)
-
-    def _do(self, task: Task) -> None:
-        match task:
-            case CopyArtifact(artifact):
-                self._copy(artifact)
-            case FinishJob(job):
-                self._finish(job)
-            case CallBackend(call):
-                call()
-            case End():
-                pass
-            case _:
-                assert_never(task)
 
     def _failed(self, task: Task, error: Exception) -> None:
         """Logs the reason, once per kind, and counts the artifact that is lost."""
         kind, message = type(error).__name__, repr(error)
         if isinstance(error, Skipped):
             kind, message = error.kind, str(error)
-        match task:
-            case CopyArtifact(artifact):
-                lost: Pending | None = artifact
-            case FinishJob(job):
-                lost = job.pending
-            case _:
-                lost = None
-        if lost is None or lost.cancelled or (isinstance(lost, Delta) and lost.only_measure):
+        lost = task.pending if isinstance(task, Job) else task
+        if not isinstance(lost, Pending) or lost.cancelled or (isinstance(lost, Delta) and lost.only_measure):
             self.warn(kind, message)
             return
         self.skip(lost, kind, message)
@@ -303,7 +286,7 @@ class Saver:
             job.copy()
         finally:
             pending.end()
-        self._unfinished.append(FinishJob(job))
+        self._unfinished.append(job)
 
     def _finish(self, job: Job) -> None:
         self._land(job)

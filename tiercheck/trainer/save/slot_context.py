@@ -213,42 +213,9 @@ class Job(ABC):
         self._context.sanity.good(self.pending.step)
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """The artifacts of one step. A device gets all copies before the thread waits for any."""
+Message = Callable[[], None] | None
+"""A call of the backend that can wait until all copied artifacts are handed over; None ends the thread.
 
-    artifacts: tuple[Pending, ...]
-
-
-@dataclass(frozen=True)
-class CopyArtifact:
-    """The task to copy an artifact. Urgent, because the next update waits for it."""
-
-    artifact: Pending
-
-
-@dataclass(frozen=True)
-class FinishJob:
-    """The task to complete a copied artifact and hand it over."""
-
-    job: Job
-
-
-@dataclass(frozen=True)
-class CallBackend:
-    """A request of the training thread to the backend.
-
-    Only the saver thread calls the sidecar, and training does not wait for the reply."""
-
-    call: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class End:
-    """The last message, which ends the thread."""
-
-
-Message = CallBackend | End
-"""A message that can wait until all copied artifacts are handed over."""
-Task = CopyArtifact | FinishJob | Message
-"""A unit of work of the thread."""
+Only the saver thread calls the sidecar, and training does not wait for the reply."""
+Task = Pending | Job | Message
+"""A unit of work of the thread: an artifact to copy, which the next update waits for; one to complete."""

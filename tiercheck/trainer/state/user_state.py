@@ -273,8 +273,10 @@ def _set_seeds(bits: Any, saved: Mapping[str, Any]) -> None:
 def random_state() -> dict[str, Any]:
     """Returns the state of all generators that a training loop draws from by default."""
     version, words, gauss = random.getstate()
-    # As tensors: torch.save calls into Python for every plain number, and this runs at every step.
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
+    # As tensors: torch.save calls into Python for every plain number, and this runs at every step. Not by
+    # `torch.tensor`, which looks at each of the numbers.
+    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, numbers, gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
         if (
@@ -291,11 +293,6 @@ def random_state() -> dict[str, Any]:
             drawn = encoded(drawn, {}, lambda value, _: value)
         state["numpy"] = drawn
     return state
-
-
-def _tensor_of(words: tuple[int, ...]) -> torch.Tensor:
-    """Does what `torch.tensor` does, without its look at each of the numbers."""
-    return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
