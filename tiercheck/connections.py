@@ -27,7 +27,6 @@ class UnauthenticatedClient:
     """An unauthenticated connection."""
 
     address: str
-    """The IP address that it comes from."""
     cut: Callable[[], None]
     """Shuts the connection down; may be called from any thread."""
 
@@ -128,7 +127,6 @@ class ConnectionAcceptor(Generic[Runner]):
         self._run(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """Stops accepting, and cancels the connections being served."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -96,7 +96,6 @@ class Failpoints:
         _strike(arming)
 
     def _look(self) -> None:
-        """Reads the file again if it was replaced or modified."""
         try:
             status = os.stat(self._path)
         except OSError:

@@ -205,7 +205,6 @@ def _without_keys(text: str) -> str:
 
 
 def _cut(line: str) -> str:
-    """Returns the beginning of a long line."""
     if len(line) <= LONGEST_LINE:
         return line
     # A credential that is cut in two would not be found, so the last word is removed entirely.

@@ -414,7 +414,6 @@ class _Progress:
                 scheduler.load_state_dict(state)
 
     def _list_pruned(self) -> list[str]:
-        """Returns the parameters that ModelPruning has given masks."""
         if not any(isinstance(each, callbacks.ModelPruning) for each in self._trainer.callbacks):
             return []
         return [

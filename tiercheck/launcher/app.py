@@ -68,7 +68,6 @@ class Launcher:
         self._sweeping = False
         """True while processes that the ended command left behind are being killed."""
         self._exit_code = 0
-        """The exit code of the command that ended last."""
         self._stop_deadline: float | None = None
         self._killing_since: float | None = None
         """The monotonic time at which killed processes were first seen to still exist."""
@@ -77,19 +76,14 @@ class Launcher:
         self._checked = False
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
-        """The newest attempt for which stacks were requested."""
         self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
         """The monotonic time from which the next interpreter may be prepared beside the running command."""
         self._watched: dict[str, Any] = {}
-        """The sockets and pipes registered with the selector, by purpose."""
         self._check: RunningCheck | None = None
         self._check_passed = 0
-        """The newest attempt for which the health check has passed."""
         self._check_failed: tuple[HealthCheck, float] | None = None
-        """The check that failed last, and the monotonic time from which it may run again."""
         self._fault = ""
-        """The last error of the launcher itself that was printed."""
 
     def run(self) -> int:
         """Runs until an order to finish, or until the command has ended after a stop signal."""
@@ -173,7 +167,6 @@ class Launcher:
                 self._stop(number)
 
     def _collect(self) -> None:
-        """Reaps children, and kills the command with all its descendants when it is due to end."""
         ended = processes.reap()
         unborn = {pid for pid in ended if self._warm.ended(pid)}
         for local, pid in list(self._running.items()):
@@ -257,7 +250,6 @@ class Launcher:
 
     @property
     def _superseded(self) -> bool:
-        """Returns whether the running command belongs to an older attempt than the order."""
         order = self._order
         newer = order is not None and order.attempt > self._attempt and order.phase is not Phase.FINISH
         return newer and self._busy
@@ -393,7 +385,6 @@ class Launcher:
         failpoint("after-spawn")
 
     def _start_ranks(self, order: Order) -> None:
-        """Starts the processes that do not run yet."""
         self._attempt, self._exit_code = order.attempt, 0
         self._out_of_memory.begin()
         self._errors.forget()
@@ -405,7 +396,6 @@ class Launcher:
             self._report(LauncherEvent("started", order.attempt))
 
     def _execute(self, start: Callable[[], None], order: Order) -> bool:
-        """Runs `start`. If the command cannot be executed, reports it and returns False."""
         try:
             start()
         except CannotExecute as cannot:

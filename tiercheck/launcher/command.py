@@ -61,7 +61,6 @@ class RelayedOutput:
                 os.write(_STDERR, piece)
 
     def forget(self) -> None:
-        """Discards the kept output, because another command begins to write."""
         self._said = b""
 
     def last_lines(self) -> str:
@@ -77,7 +76,6 @@ class RelayedOutput:
         os.close(self.writing)
 
     def close(self) -> None:
-        """Relays the remaining output, and closes the reading end."""
         self.relay()
         self._reading.close()
 
@@ -263,7 +261,6 @@ def _has_living_thread(process: Path) -> bool:
 
 
 def descendants(root: int, parent_of: Mapping[int, int]) -> set[int]:
-    """Returns the pids of all descendants of `root`."""
     below: set[int] = set()
     edge = {root}
     while edge:

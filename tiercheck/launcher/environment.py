@@ -173,7 +173,6 @@ class RunningCheck:
 
     @property
     def over(self) -> bool:
-        """Returns whether the command has ended or its time is over."""
         return self.code is not None or time.monotonic() >= self._deadline
 
     @property

@@ -51,7 +51,6 @@ class WarmInterpreter:
         self._received = b""
         self._deaths = 0
         self.pid: int | None = None
-        """The pid of the waiting interpreter."""
         self.released: int | None = None
         """The pid of the interpreter that was ordered to become the command and has not confirmed yet."""
         self._deadline = 0.0
@@ -63,7 +62,6 @@ class WarmInterpreter:
 
     @property
     def waiting(self) -> set[int]:
-        """Returns the pid of the waiting interpreter, if any."""
         return set() if self.pid is None else {self.pid}
 
     def prepare(self) -> None:
@@ -133,7 +131,8 @@ class WarmInterpreter:
     def ended(self, pid: int) -> bool:
         """Handles the end of a child. Returns whether it was to become the command, but never confirmed."""
         if pid == self.released:
-            self.listen_to_the_end()
+            while self.channel is not None:  # what it said last
+                self.listen()
         unanswered = pid == self.released
         if unanswered or pid == self.pid:
             self._deaths += 1
@@ -142,18 +141,12 @@ class WarmInterpreter:
             self.pid = self.released = None
         return unanswered
 
-    def listen_to_the_end(self) -> None:
-        """Reads the remaining messages of an interpreter that has ended."""
-        while self.channel is not None:
-            self.listen()
-
     def check(self) -> None:
         """Kills an interpreter that did not confirm in time that it became the command."""
         if self.released is not None and time.monotonic() >= self._deadline:
             os.kill(self.released, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills the waiting interpreter."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)  # the child is not reaped yet, so the pid is still its own
             self.pid = None

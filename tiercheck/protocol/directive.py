@@ -126,7 +126,6 @@ class SourceTable:
     runs: tuple[tuple[int, ...], ...]
     """Runs of consecutive ranks with the same places: the number of ranks, then the places, nearest first."""
     first: int = 0
-    """The first rank of `runs`."""
 
     @staticmethod
     def of(sources: Mapping[int, tuple[Source, ...]], ranks: range) -> SourceTable:
@@ -247,7 +246,6 @@ class Policy:
     rehearse_every: float | None = None
     """Seconds between two proofs that a tier's newest version can be restored; None: none are made."""
     health_check: HealthCheck | None = None
-    """The health check; None: there is none."""
     restore_stall: float = RESTORE_STALL
     """Seconds without a byte after which a restore gives up a source."""
     prove_steps: int = 0
@@ -259,7 +257,6 @@ class Policy:
 
     @property
     def deltas(self) -> bool:
-        """Returns whether deltas are taken."""
         return self.delta is not DeltaMode.NONE
 
 

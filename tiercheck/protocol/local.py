@@ -123,18 +123,14 @@ class ReportRestored:
 
 @dataclass(frozen=True)
 class ReportResume:
-    """Reports how steps trained again after the restore compare with their results before it."""
+    """Reports how steps trained again after the restore compare: the fields of `report.ResumeProof`."""
 
     op: ClassVar[str] = "resume"
     step: int
-    """The step of the restored version."""
     exact: Exact
     steps: int = 0
-    """The number of steps that were trained again and compared."""
     message: str = ""
-    """The first difference, or the reason why nothing could be compared, for users."""
     suspected: bool = False
-    """True if the rank itself had suspected the step that differs."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +219,6 @@ class Order:
 
     Done once per attempt."""
     exit_code: int = 0
-    """The launcher's exit code in phase Finish."""
     health_check: HealthCheck | None = None
     """The check that must pass before the launcher may wait for the release of an attempt."""
     interrupt_seconds: float = 0.0

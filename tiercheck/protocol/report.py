@@ -75,7 +75,6 @@ class RestoreReport:
     ranks: tuple[RankRestore, ...] = ()
     seconds: float = 0.0
     progress: RestoreProgress | None = None
-    """The progress while the restore runs."""
     stalled: tuple[str, ...] = ()
     """Sources given up after `Policy.restore_stall` seconds without data, in words; at most 8."""
 
@@ -149,7 +148,6 @@ class TrainerReport:
     slowest_rank: int | None = None
     """The local rank with the lowest newest step; None: none has made a step in this attempt."""
     slowest_step: int | None = None
-    """The newest step of that rank."""
     failure: RankFailure | None = None
     """The first reported failure of a local rank; one that is not of a collective takes precedence."""
     busy: str = ""
@@ -299,7 +297,6 @@ class Counters:
     refused_reports: int = 0
     """The tier reports of other sidecars refused as impossible or not computable."""
     deltas: int = 0
-    """The number of deltas captured."""
     deltas_skipped: int = 0
     """The deltas that were due and not taken; later versions wait for the next snapshot."""
     replay_mismatches: int = 0

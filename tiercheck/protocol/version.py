@@ -77,7 +77,6 @@ class History:
 
     @property
     def without_newest(self) -> History:
-        """Returns the history before the newest attempt began."""
         return History(self.branches[:-1])
 
     def since(self, step: int) -> History:
@@ -94,7 +93,6 @@ class History:
         return History(tuple(reversed(kept)))
 
     def accepts(self, version: Version) -> bool:
-        """Returns whether artifacts of this version are accepted."""
         return self.owner(version.step) == version.attempt
 
     def owner(self, step: int) -> int | None:
@@ -211,7 +209,6 @@ class Chain:
 
     @property
     def version(self) -> Version:
-        """Returns the version that the chain gives."""
         return self.deltas[-1] if self.deltas else self.base
 
 

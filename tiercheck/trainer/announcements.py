@@ -94,7 +94,6 @@ class StepProgress:
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """Records that the first step begins."""
         self._last_at = time.monotonic()
 
     def read_loss(self, loss: Any) -> float | None:
@@ -108,7 +107,6 @@ class StepProgress:
             return None
 
     def step(self, step: int, loss: float | None) -> None:
-        """Records that `step` has ended, and reports it."""
         now = time.monotonic()
         if self._last_at is not None:
             seconds = now - self._last_at
@@ -117,5 +115,4 @@ class StepProgress:
         self.report_again(step, loss if loss is not None and math.isfinite(loss) else None)
 
     def report_again(self, step: int, loss: float | None = None) -> None:
-        """Reports the progress again."""
         self._backend.progress(step, loss, self._seconds, self._saver.sanity.in_a_row)

@@ -76,7 +76,6 @@ class TrainingIdentity:
         return TrainingIdentity(zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the facts that a snapshot stores."""
         return {"arguments": self.arguments, "given": dict(self.given)}
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:

@@ -144,7 +144,6 @@ class Imports:
     filters: list[Any]
 
     def show_effects(self) -> None:
-        """Applies the effects of importing torch."""
         os.environ.update(self.variables)
         warnings.filters[:0] = self.filters  # type: ignore[index]
         with warnings.catch_warnings():  # leaving it makes Python re-read the filters

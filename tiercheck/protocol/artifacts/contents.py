@@ -51,12 +51,10 @@ class WholeTensor:
 
     @property
     def size(self) -> int:
-        """Returns the size in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        """Returns the bytes of an element."""
         return next(
             ((chunk.end - chunk.begin) // chunk.box.count for chunk in self.chunks if chunk.box.count), 1
         )

@@ -35,7 +35,6 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Returns the number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -146,7 +146,6 @@ class SlotHeader:
     kind: Kind = Kind.SNAPSHOT
 
     def tensor(self, name: str) -> Tensor | None:
-        """Returns the tensor of this name; None if there is none."""
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def blob(self, name: str, length: str) -> tuple[int, int]:

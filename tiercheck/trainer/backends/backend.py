@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Returns whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -122,7 +121,6 @@ class Offer:
     """The path of the snapshot; empty if other ranks than these have saved the version."""
     deltas: tuple[str, ...] = ()
     world_size: int = 0
-    """The number of ranks that saved it."""
     source: str = ""
     """The place that it comes from, for people."""
     borrow: Callable[[int, Ranges], str] | None = None

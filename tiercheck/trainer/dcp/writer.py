@@ -59,7 +59,6 @@ class Note:
         return self.names.get(entry, entry.removeprefix(DCP_PREFIX))
 
     def written(self) -> bytes:
-        """Returns the note as JSON."""
         return json.dumps(
             {
                 "names": dict(self.names),

@@ -229,7 +229,6 @@ class Clones:
         vars(self.optimizer).update({name: value.clone() for name, value in event.scaling.items()})
 
     def step(self) -> None:
-        """Does the same update as the real optimizer."""
         plain_step(self.optimizer)()
 
     def differ(self, real: Optimizer) -> bool:

@@ -102,7 +102,6 @@ class Recorder:
         self._optimizers = optimizers
         self._events: list[Event] = []
         self.open: Event | None = None
-        """The running update."""
         self._inexact = ""
         self._eager: set[tuple[int, int]] = set()
         self._staging: dict[tuple[int, int, int], Tensor] = {}
@@ -121,7 +120,6 @@ class Recorder:
         self.open.note()
 
     def after(self, index: int) -> None:
-        """Handles the end of an update."""
         event, self.open = self.open, None
         if event is None or event.optimizer != index:
             self._inexact = "an update began before the one under way had ended"
@@ -147,7 +145,6 @@ class Recorder:
         return taken
 
     def forget(self) -> None:
-        """Drops all gradients and copies of them."""
         self._events, self.open, self._inexact = [], None, "the update was not recorded"
         self._staging.clear()
 

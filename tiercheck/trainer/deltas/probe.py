@@ -60,11 +60,6 @@ class Probe:
     def begins(self) -> bool:
         """Counts an update that begins. Returns whether to probe it."""
         self._updates += 1
-        return self.due
-
-    @property
-    def due(self) -> bool:
-        """Returns whether to probe the running update, if that is possible."""
         return self._updates >= self._next
 
     def before(self, event: Event | None) -> None:

@@ -117,7 +117,6 @@ class UnregisteredOptimizers:
         state: Iterable[Any],
         warn: Callable[[str, str], None],
     ) -> None:
-        """`modules`, `optimizers`, `state`: the saved objects."""
         self._modules = modules
         self._optimizers = optimizers
         self._given = {*map(id, optimizers)}

@@ -132,11 +132,9 @@ class _Part:
         return found
 
     def bytes(self) -> int:
-        """Returns a checksum of the sample."""
         return self._sampler.take(self._seen).sum()
 
     def elsewhere(self) -> _Part:
-        """Returns the same part, for another thread."""
         other = copy.copy(self)
         other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
         return other

@@ -263,7 +263,6 @@ class ReconnectableGroups:
 
 @functools.cache
 def groups() -> ReconnectableGroups:
-    """Returns the groups of this process."""
     return ReconnectableGroups()
 
 

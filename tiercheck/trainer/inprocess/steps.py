@@ -248,7 +248,6 @@ def reenter(
 
 
 def entered() -> _EnteredFunction | None:
-    """Returns the function that `reenter` has called."""
     return _entered
 
 

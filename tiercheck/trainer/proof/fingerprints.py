@@ -111,11 +111,9 @@ class Journal:
         return self._read_header() or Header(0, 0)
 
     def change_header(self, **changed: int) -> None:
-        """Replaces values of the header."""
         self._write_header(replace(self.header, **changed))
 
     def write(self, record: StepRecord) -> None:
-        """Writes the record of a step, and replaces an earlier one."""
         flags = _HAS_LOSS * (record.loss is not None) | _HAS_UPDATE * (record.update is not None)
         loss = 0.0 if record.loss is None else record.loss
         flags |= _WHOLE * record.whole
@@ -145,7 +143,6 @@ class Journal:
         self._begin(replace(self.header, ended=0, differed=0))
 
     def close(self) -> None:
-        """Closes the file."""
         self._memory.close()
 
     def _begin(self, header: Header) -> None:
@@ -353,7 +350,6 @@ def _ends(address: int, length: int) -> bytes:
 
 
 def _numbers(*holders: Mapping[str, Any]) -> int:
-    """Returns a fingerprint of the plain numbers in some holders."""
     found = [value for each in holders for value in each.values() if type(value) in _NUMBERS]
     return hash(tuple(found)) & 0xFFFFFFFF
 

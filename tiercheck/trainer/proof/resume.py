@@ -76,7 +76,6 @@ def first_difference(then: StepRecord, now: StepRecord) -> int:
 
 
 def describe(then: StepRecord, now: StepRecord, first: int) -> str:
-    """Returns the difference in words."""
     same = _bits(then.loss) == _bits(now.loss)
     loss = "its loss is the same" if same else f"its loss is {now.loss!r}, it was {then.loss!r}"
     return f"{loss}; what differs first: {FIELDS[first]}"

@@ -39,7 +39,6 @@ def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Plac
 
 
 def whole_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Returns the shards of all parameters and of their optimizer state."""
     return [local_shard(tensor) for _, tensor in _state(optimizers)]
 
 

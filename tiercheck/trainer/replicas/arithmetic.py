@@ -154,7 +154,6 @@ class BucketLayout:
 
 
 def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) -> dict[str, BucketLayout]:
-    """Returns the bucket layouts of all modules, by path in the model."""
     found = {}
     for path, module in replicated:
         if module.process_group.size() > 1:
@@ -213,7 +212,6 @@ class Arithmetic:
         """True if the script is known to set gradients to None before each step, as `zero_grad` does."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns the settings to save in a version."""
         layouts = {path: layout.known for path, layout in self._layouts.items()}
         # Where they are zeroed in place, the optimizer also updates parameters that a step does not use.
         zeroed = [] if self._clears else [name for name, each in self._named if each.grad is not None]

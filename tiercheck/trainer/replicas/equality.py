@@ -76,7 +76,6 @@ class ReplicaSamples:
         }
 
     def written(self) -> str:
-        """Returns the value for the slot's metadata."""
         parts = [_WHOLE if self.whole else _SHARES]
         for ring, sums in sorted(self.sums.items())[:_RINGS]:
             if None not in sums.values():
@@ -201,7 +200,6 @@ def are_unequal(written: Iterable[str]) -> bool:
 
 
 def were_saved_as_shares(written: str) -> bool:
-    """Returns whether each replica saved only its share."""
     return written.startswith(_SHARES)
 
 

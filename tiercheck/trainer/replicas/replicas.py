@@ -99,7 +99,6 @@ class Replicas:
 
     @cached_property
     def index(self) -> int:
-        """Returns the index of this rank among the replicas."""
         index = 0
         for group in self.groups:
             index = index * group.size() + group.rank()

@@ -55,7 +55,6 @@ class TrainedState:
         """The modules in the script's `state`. Their tensors are stored as the model's are."""
         self.given_modules = {name: modules[name] for name in self.beside}
         self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in modules}
-        """The other objects in the script's `state`."""
         for index, (wrapped_one, outer) in enumerate(unwrapped):
             if outer is not None:
                 self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, wrapped_one)
@@ -74,7 +73,6 @@ class TrainedState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Returns all modules with stored tensors."""
         return [self.model, *self.beside.values()]
 
     def check(self) -> None:

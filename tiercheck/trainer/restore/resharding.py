@@ -56,8 +56,6 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One tensor of this rank that is to be filled."""
-
     name: str
     local: Tensor
     piece: Piece | None
@@ -116,13 +114,11 @@ class SavedRanks:
         return {*unequal_names((slot.pieces, slot.proof()) for slot in opened)}
 
     def blob(self, rank: int) -> dict[str, Any]:
-        """Returns the user blob of one rank."""
         if rank not in self._blobs:
             self._blobs[rank] = self.open(rank, [self.place(rank, USER_BLOB)]).content
         return self._blobs[rank]
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """Returns the facts in the snapshot of one rank."""
         facts: dict[str, Any] = self.blob(rank)["facts"]
         return facts
 

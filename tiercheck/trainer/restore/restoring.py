@@ -192,7 +192,6 @@ class Restoring:
         return Loaded(version, content, facts, room, slot.user_blob_bytes())
 
     def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
-        """Replays the deltas from the snapshot to the version, one by one."""
         replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
         for path in offer.deltas:
             step, last = loaded.version.step + 1, path == offer.deltas[-1]

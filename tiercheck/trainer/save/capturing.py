@@ -175,7 +175,6 @@ class Capturing:
         return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
 
     def loaded(self) -> None:
-        """Records that a load has ended."""
         self.has_loaded = True
         named = self._trained.model.named_parameters()
         self._counters = {name: write_count(shard_or_self(each)) for name, each in named}

@@ -96,7 +96,6 @@ class DeltaBudget:
         self._waited += seconds
 
     def note_extra_state(self, seconds: float) -> None:
-        """Adds the seconds that modules took for their extra state."""
         self._asked.append(seconds)
 
     def ends_step(self, taken: bool) -> bool:

@@ -95,11 +95,9 @@ class Deltas:
     def before_update(
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        """Handles the start of an optimizer's update of `step`."""
         self._never_raise(lambda: self._before_update(index, step, arguments, named))
 
     def after_update(self, index: int) -> None:
-        """Handles the end of an optimizer's update."""
         self._never_raise(lambda: self._after_update(index))
 
     def _before_update(
@@ -230,7 +228,6 @@ class Deltas:
 
     @property
     def _accepted(self) -> bool:
-        """Returns whether every optimizer is trusted to replay exactly."""
         return self._backend.delta is DeltaMode.REPLAY or self._probes.believed
 
     def _delta(

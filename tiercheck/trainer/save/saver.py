@@ -80,7 +80,6 @@ class Saver:
         """The copies on devices for which the next updates must wait."""
         self._busy_since = 0.0
         self._landing = False
-        """True while the saver thread waits for a device."""
         self._lacking = ""
         """The reason why nothing can be saved, as last reported to the backend."""
         self._unfinished: deque[Job] = deque()
@@ -145,7 +144,6 @@ class Saver:
                 return not pending.cancel()
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
-        """Requests slots of these bytes."""
         self._send(self._reserve, snapshot_room, delta_room)
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
@@ -170,15 +168,12 @@ class Saver:
             self.warn(f"Delta{kind}", f"the delta of step {step} is skipped: {message}")
 
     def report_skipped(self, step: int) -> None:
-        """Reports to the backend that there will be no snapshot after `step`."""
         self._send(self._backend.pass_over, step)
 
     def report_no_deltas(self, why: str, since: int = 0) -> None:
-        """Reports to the backend that this rank takes no further deltas (`Backend.no_deltas`)."""
         self._send(self._backend.no_deltas, why, since)
 
     def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        """Reports the result of the resume's comparison to the backend (`Backend.resumed`)."""
         self._send(self._backend.resumed, step, exact, steps, message, suspected)
 
     def report_cannot_save(self, why: str) -> None:

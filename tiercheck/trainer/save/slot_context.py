@@ -94,7 +94,6 @@ class Layouts:
 
     @property
     def known(self) -> bool:
-        """Returns whether there is a layout."""
         return self._layout is not None
 
     def plan(
@@ -139,7 +138,6 @@ class SaveContext:
     """A function that returns whether every byte is compared before the next update."""
     sanity: Sanity
     layouts: Layouts
-    """The layouts of snapshots."""
     equality: Equality
     snapshot_room: int = 0
     """Bytes of a snapshot slot, as far as known."""

@@ -266,7 +266,6 @@ def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
 
 
 def stored_names_of_others(others: Others, prefix: str) -> Iterator[str]:
-    """Yields the names under which the tensors of `others` are stored."""
     for number, (_, described) in enumerate(others):
         yield from stored_names(described, _place(prefix, number))
 
@@ -448,7 +447,6 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
 
 
 def _has_tensors(value: Any) -> bool:
-    """Returns whether a value that can be read back contains tensors."""
     if isinstance(value, Tensor) or type(value) in UNCHANGEABLE:
         return isinstance(value, Tensor)
     if type(value) in (list, tuple, dict):

@@ -81,7 +81,6 @@ class PlainAttributes:
         self._alive: list[Any] = []
         """The plain values among them, so that no other gets the identity of one; no tensor is kept alive."""
         self._began: dict[str, Any] = {}
-        """The values with which the script began."""
         self._changed: dict[_Place, Any] = {}
         """The values that are others now, and cannot change in place."""
         self._collections: dict[_Place, None] = {}

@@ -162,7 +162,6 @@ def is_function(value: Any, deep: int = 3) -> bool:
 
 
 def closed_over(function: FunctionType) -> list[Any]:
-    """Returns the values that a function closes over."""
     found = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # the cell is still empty

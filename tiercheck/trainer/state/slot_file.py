@@ -231,7 +231,8 @@ class SlotWriter:
         finally:
             os.close(descriptor)
         self._tried = False
-        self._pinned: Sequence[int] = ()
+        self.pinned: Sequence[int] = ()
+        """The pieces that are page-locked; empty: the mapping is not."""
 
     def is_current(self) -> bool:
         """Returns whether the path still names the mapped file."""
@@ -270,19 +271,14 @@ class SlotWriter:
             return
         self._tried = True
         begin = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
-        self._pinned, why = page_lock(begin, len(self.buffer))
+        self.pinned, why = page_lock(begin, len(self.buffer))
         if why:
             log.warning("slots are not page-locked, so copies from the GPU are slower: %s", why)
 
-    @property
-    def pinned(self) -> bool:
-        """Returns whether the whole mapping is page-locked."""
-        return bool(self._pinned)
-
     def close(self) -> None:
         """Removes the page lock of a slot that is no more. The mapping ends with its last tensor."""
-        release(self._pinned)
-        self._pinned = ()
+        release(self.pinned)
+        self.pinned = ()
 
 
 class OpenSlots:

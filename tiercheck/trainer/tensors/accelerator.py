@@ -69,7 +69,6 @@ class Accelerator:
             return -1
 
     def has(self, tensor: Tensor) -> bool:
-        """Returns whether the tensor is on this device."""
         return tensor.device == self._device
 
     # The training thread.
@@ -179,7 +178,6 @@ def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
 
 
 def release(pieces: Sequence[int]) -> None:
-    """Unregisters the pieces."""
     if not pieces:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -44,7 +44,6 @@ class Sample:
         ]
 
     def sum(self) -> int:
-        """Returns one checksum for all of them."""
         return zlib.crc32(b"".join(map(content, self._groups)))
 
     def equals(self, other: Sample) -> bool:
