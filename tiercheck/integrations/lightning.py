@@ -256,9 +256,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def begin_epoch(self, trainer: Any) -> None:
         """Ends the last step of the previous epoch, after the validation and schedules at its end."""
-        if (
-            self.between_epochs
-        ):  # restored: the loop begins its epoch as any other, and takes up nothing of the one before
+        # Restored: the loop begins its epoch as any other, and takes up nothing of the one before.
+        if self.between_epochs:
             trainer.fit_loop.epoch_loop.restarting = False
             # Lightning counts it in the total only, and would take the next such version for a finished one.
             epochs = trainer.fit_loop.epoch_progress.current

@@ -49,9 +49,7 @@ class Recipe:
 
 
 def recipe_of(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    locate: Callable[[str], tuple[str, str]],
+    command: Sequence[str], environment: Mapping[str, str], locate: Callable[[str], tuple[str, str]]
 ) -> Recipe | None:
     """Returns the command's recipe; None: run it as it is, with a new interpreter.
 

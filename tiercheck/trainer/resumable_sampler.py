@@ -62,8 +62,7 @@ class ResumableSampler(Sampler[list[int]]):
         if not self.world_size <= global_batch_size <= length:
             raise ValueError(
                 f"a global batch of {global_batch_size} must have a sample for each of {self.world_size} "
-                "ranks "
-                f"and no more than the {length} there are"
+                f"ranks and no more than the {length} there are"
             )
         self._length, self._global, self._seed = length, global_batch_size, seed
         self._shuffle, self._carry = shuffle, tail == "carry"
@@ -100,9 +99,8 @@ class ResumableSampler(Sampler[list[int]]):
         at the epoch's end.
         """
         drawn = torch.get_rng_state()
-        batches = iter(
-            loader
-        )  # draws a seed for its workers, and would do so once more in an epoch that is resumed
+        # Draws a seed for its workers, and would do so once more in an epoch that is resumed.
+        batches = iter(loader)
         torch.set_rng_state(drawn)
         loads = self._loads
         try:

@@ -258,9 +258,8 @@ class Claim:
         self._key = os.getpid(), place
         if self._key in _held:
             raise ValueError(
-                f"another Checkpointer of this process saves to {place}: close it first, or give all "
-                "models and optimizers to"
-                " one (torch.nn.ModuleDict, a list of optimizers)"
+                f"another Checkpointer of this process saves to {place}: close it first, or give all models "
+                "and optimizers to one (torch.nn.ModuleDict, a list of optimizers)"
             )
         _held.add(self._key)
         self.is_second = _first.setdefault(self._key, run) != run

@@ -101,9 +101,8 @@ class _Saved:
             raise RestoreError(f"the version cannot be read: {error}") from error
         self._at: dict[tuple[str, tuple[int, ...]], tuple[WholeTensor, Chunk]] = {}
         for name, tensor in self._tensors.items():
-            for chunk in sorted(
-                tensor.chunks, key=lambda chunk: chunk.box.count
-            ):  # an empty one may begin where another does
+            # An empty one may begin where another does.
+            for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.count):
                 self._at[name, chunk.box.offset] = tensor, chunk
         self._bytes = {
             fqn: (rank, place)

@@ -150,9 +150,8 @@ class Slots:
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.backend, FolderBackend):
             raise TypeError(
-                "AsyncCheckpointerType.PROCESS is for folders only: in a cluster the sidecar is that "
-                "other process already;"
-                " use AsyncCheckpointerType.THREAD"
+                "AsyncCheckpointerType.PROCESS is for folders only: in a cluster the sidecar is that other "
+                "process already; use AsyncCheckpointerType.THREAD"
             )
         return {"backend": self.backend, "rank": self.rank, "world_size": self.world_size, "room": self.room}
 

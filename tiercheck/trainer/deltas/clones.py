@@ -137,9 +137,8 @@ class Cloner:
         shadow: Optimizer = object.__new__(type(real))
         shadow.__dict__.update(real.__dict__)
         if not is_known(real):
-            for name, _ in own_attributes(
-                real
-            ):  # a step of the copy may write to objects shared with the real one
+            # A step of the copy may write to objects shared with the real one.
+            for name, _ in own_attributes(real):
                 del shadow.__dict__[name]
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))

@@ -84,11 +84,7 @@ class DeltaPlan:
 class Planner:
     """Chooses forms and layouts. It caches both, because they rarely change from step to step."""
 
-    def __init__(
-        self,
-        names: Sequence[Sequence[str]],
-        replicas: Sequence[Sequence[Replicas | None]],
-    ) -> None:
+    def __init__(self, names: Sequence[Sequence[str]], replicas: Sequence[Sequence[Replicas | None]]) -> None:
         """`names`, `replicas`: of each optimizer's parameters, in order. Replicas have equal gradients."""
         self._names, self._replicas = names, replicas
         self._dense_at: dict[tuple[int, int], int] = {}

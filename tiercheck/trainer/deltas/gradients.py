@@ -124,9 +124,8 @@ class Recorder:
         if event is None or event.optimizer != index:
             self._inexact = "an update began before the one under way had ended"
             return
-        if not any(
-            group.get("fused") for group in event.groups
-        ):  # fused kernels advance counters without a change
+        # Fused kernels advance counters without a change.
+        if not any(group.get("fused") for group in event.groups):
             changed = event.changed()
             if changed:
                 self._eager.update((index, number) for number in changed)

@@ -69,10 +69,7 @@ class UnhookedUpdates:
             return  # another sample would wait for the device at each step
         before, self._before = (
             self._before,
-            (
-                self._samplers[0].take(self._parameters()),
-                self._samplers[1].take(self._states()),
-            ),
+            (self._samplers[0].take(self._parameters()), self._samplers[1].take(self._states())),
         )
         if before is None or before[0].equals(self._before[0]):
             return  # no update at all: one with overflowed gradients is skipped
@@ -140,9 +137,8 @@ class UnregisteredOptimizers:
         return next(
             (
                 f"an optimizer ({type(each).__name__}) that this Checkpointer was not given trains "
-                "parameters that are saved, and "
-                "what it keeps of them is in no version: hand over all optimizers, those inside of "
-                "another one too"
+                "parameters that are saved, and what it keeps of them is in no version: hand over all "
+                "optimizers, those inside of another one too"
                 for each in alive
                 if each is not None
             ),

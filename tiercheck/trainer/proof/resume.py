@@ -90,10 +90,7 @@ class Resume:
     """Writes a rank's journal and compares a resume with it. For the training thread; raises nothing."""
 
     def __init__(
-        self,
-        fingerprints: Fingerprints,
-        report: Callable[[Verdict], None],
-        warn: Callable[[str, str], None],
+        self, fingerprints: Fingerprints, report: Callable[[Verdict], None], warn: Callable[[str, str], None]
     ) -> None:
         """`report`: called with each verdict. `warn`: as `WarnOnce`."""
         self._fingerprints = fingerprints

@@ -130,12 +130,8 @@ class Equality:
             return
         try:
             found = self._compare(looked, self._store)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:  # the process with the store may be gone
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            # The process with the store may be gone.
             log.debug("replicas cannot be compared: %r", error)
             return
         if found:
@@ -215,9 +211,8 @@ def _rings_in(written: str) -> list[tuple[str, str]]:
 def _message(rank: int, other: int, names: Sequence[str]) -> str:
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"ranks {rank} and {other} should hold the same bits and do not: {some}. Each of them saves all "
-        "that it has from now on, "
-        "and takes no deltas"
+        f"ranks {rank} and {other} should hold the same bits and do not: {some}. Each of them saves all that "
+        "it has from now on, and takes no deltas"
     )
 
 
@@ -243,9 +238,8 @@ def _ring(group: dist.ProcessGroup) -> _Ring:
 def _sums(samples: Sequence[Tensor | None]) -> list[int | None]:
     seen = [sample for sample in samples if sample is not None]
     if len({sample.device for sample in seen}) == 1:
-        seen = list(
-            torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen])
-        )  # one transfer
+        # One transfer.
+        seen = list(torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen]))
     there = iter(seen)
     return [None if sample is None else zlib.crc32(content(next(there))) for sample in samples]
 

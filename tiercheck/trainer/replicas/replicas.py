@@ -44,9 +44,8 @@ class Partitions:
             whole: Any = optimizer
             if getattr(whole, "_overlap_with_ddp", False):
                 raise TypeError(
-                    "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates parameters inside of "
-                    "backward, where no step is "
-                    "complete; use overlap_with_ddp=False"
+                    "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates parameters inside of backward, "
+                    "where no step is complete; use overlap_with_ddp=False"
                 )
             self._whole[index] = whole
             self.inner.append(whole.optim)
@@ -194,9 +193,8 @@ class Shares:
             return found.piece, self._of_mesh[key]
         optimizer, parameter = owner_of(name)
         replicas = self._of_name.get(parameter)
-        counts = (
-            optimizer >= 0 and not shard.dim()
-        )  # the number of updates of a parameter is the same on all ranks
+        # The number of updates of a parameter is the same on all ranks.
+        counts = optimizer >= 0 and not shard.dim()
         if replicas is None and not self._alone and not counts:
             return None, None
         return Piece.whole(shard.shape), None if optimizer in self._partitions else replicas

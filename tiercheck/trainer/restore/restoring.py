@@ -29,12 +29,7 @@ from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.deltas.delta_format import StoredDelta
 from tiercheck.trainer.proof.proof import first_difference
-from tiercheck.trainer.replicas.equality import (
-    REPLICAS,
-    are_unequal,
-    were_saved_as_shares,
-    were_saved_whole,
-)
+from tiercheck.trainer.replicas.equality import REPLICAS, are_unequal, were_saved_as_shares, were_saved_whole
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks

@@ -214,9 +214,8 @@ class Capturing:
         if other:
             self._saver.warn(
                 "Changed",
-                f"{min(other)} is not what it was when `restore` was called: this can only be restored by "
-                "a script that "
-                "has changed its model likewise before `restore`",
+                f"{min(other)} is not what it was when `restore` was called: this can only be restored by a "
+                "script that has changed its model likewise before `restore`",
             )
         for name, parameter in self._trained.model.named_parameters():
             if type(parameter) in PLAIN and any(

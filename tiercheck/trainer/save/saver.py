@@ -126,9 +126,8 @@ class Saver:
         self._held = [(device, mark) for device, mark in self._held if not mark.query()]
         for device, mark in self._held:
             device.hold(mark)
-        if current and all(
-            pending.device is None for pending in current
-        ):  # a device computes while this thread waits
+        # A device computes while this thread waits.
+        if current and all(pending.device is None for pending in current):
             self.delta_budget.note_wait(time.monotonic() - begun)
 
     def _begins(self, pending: Pending, patience: float) -> bool:
@@ -211,9 +210,8 @@ class Saver:
 
     def _run(self) -> None:
         torch.get_num_threads()  # initializes torch's threads here, so that the next line is not undone
-        torch.set_num_threads(
-            self._threads
-        )  # otherwise a copy would take processors from the training thread
+        # Otherwise a copy would take processors from the training thread.
+        torch.set_num_threads(self._threads)
         self._alone.set()
         while True:
             if (task := self._next()) is None:

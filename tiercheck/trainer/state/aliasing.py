@@ -42,8 +42,7 @@ def refuse_unfit_modules(model: nn.Module) -> None:
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise NotCapturable(
                 f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives "
-                "copies that nothing could "
-                "be restored into; use torch.distributed.fsdp.fully_shard (FSDP2)"
+                "copies that nothing could be restored into; use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
 

@@ -83,10 +83,7 @@ class Inventories:
         if self._marks is not None:
             try:
                 marks, tensors = self._read(passing)
-            except (
-                _NotRemembered,
-                RuntimeError,
-            ):  # the latter: a tensor has no memory to look at
+            except (_NotRemembered, RuntimeError):  # the latter: a tensor has no memory to look at
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)

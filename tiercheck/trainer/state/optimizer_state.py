@@ -197,9 +197,8 @@ def _attributes_to_describe(
             yield (_ATTRIBUTE, name), value
         else:
             raise NotCapturable(
-                f"{prefix}{name}: {type(optimizer).__name__} keeps data in a {type(value).__name__} of "
-                "its own, which could not be put "
-                "back: keep it in optimizer.state"
+                f"{prefix}{name}: {type(optimizer).__name__} keeps data in a {type(value).__name__} of its "
+                "own, which could not be put back: keep it in optimizer.state"
             )
 
 

@@ -100,9 +100,8 @@ class StoredTensors(Mapping[str, Tensor]):
             elif device is not None:
                 on_device.setdefault(device, []).append((target.view(-1).view(torch.uint8), offset))
             else:
-                target.view(-1).view(torch.uint8)[
-                    :0
-                ].zero_()  # changes nothing but torch's counter of changes
+                # Changes nothing but torch's counter of changes.
+                target.view(-1).view(torch.uint8)[:0].zero_()
                 pieces += _pieces(target, offset)
         try:
             self._fill_all(pieces)

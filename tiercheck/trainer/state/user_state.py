@@ -279,9 +279,8 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, numbers, gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-        if (
-            torch.cuda.device_count() > 1
-        ):  # a rank may draw on other devices too; their states lie in host memory
+        # A rank may draw on other devices too; their states lie in host memory.
+        if torch.cuda.device_count() > 1:
             state["cuda_all"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -61,11 +61,8 @@ class Accelerator:
         try:
             place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
             return int((_PCI / place / "numa_node").read_text())
-        except (
-            AttributeError,
-            OSError,
-            ValueError,
-        ):  # a torch without these properties, or a container without /sys
+        except (AttributeError, OSError, ValueError):
+            # A torch without these properties, or a container without /sys.
             return -1
 
     def has(self, tensor: Tensor) -> bool:
