@@ -336,7 +336,6 @@ class _Progress:
 
     def __init__(self, trainer: Any, module: Any, own: TierCheck) -> None:
         self._trainer, self._module, self._own = trainer, module, own
-        self._metrics = {name: each for name, each in module.named_modules() if hasattr(each, "metric_state")}
         self._watch = CallbackWatch("state_dict and load_state_dict")
         self._attributes = PlainAttributes(
             trainer,
@@ -357,7 +356,6 @@ class _Progress:
             "between_epochs": self._own.between_epochs,
             "metrics": self._own.metrics,
             "logged": {**self._own.logged, **_list_logged(trainer.fit_loop.epoch_loop._results)},
-            "metric_states": {k: (v.metric_state, v._update_count) for k, v in self._metrics.items()},
             "schedulers": [
                 (type(each.scheduler).__name__, each.scheduler.state_dict())
                 for each in trainer.lr_scheduler_configs
@@ -375,11 +373,6 @@ class _Progress:
         self._own.between_epochs = state["between_epochs"]
         self._own.metrics, self._own.logged = state["metrics"], state["logged"]
         trainer._logger_connector._callback_metrics.update(self._own.metrics)
-        for name, (values, count) in state["metric_states"].items():
-            if (metric := self._metrics.get(name)) is not None:
-                for attribute, value in values.items():
-                    setattr(metric, attribute, _to(value, metric.device))
-                metric._update_count, metric._computed = count, None
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
         for callback in self._others():
@@ -475,7 +468,3 @@ def _list_logged(results: Any) -> dict[str, list[Any]]:
         for name, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
     }
-
-
-def _to(value: Any, device: Any) -> Any:
-    return [each.to(device) for each in value] if isinstance(value, list) else value.to(device)

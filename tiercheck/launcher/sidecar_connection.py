@@ -7,9 +7,7 @@ import socket
 from pathlib import Path
 
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order
-
-_LONGEST_LINE = 1024 * 1024
+from tiercheck.protocol.local import LONGEST_LINE, Hello, LauncherEvent, Order
 
 
 class SidecarConnection:
@@ -61,7 +59,7 @@ class SidecarConnection:
             self.close()
             return []
         *lines, self._received = (self._received + piece).split(b"\n")
-        if len(self._received) > _LONGEST_LINE:
+        if len(self._received) > LONGEST_LINE:
             self.close()
             return []
         try:

@@ -37,10 +37,7 @@ class Phase(str, Enum):
 
     @property
     def order(self) -> int:
-        return _ORDER[self]
-
-
-_ORDER = {phase: number for number, phase in enumerate(Phase)}
+        return list(Phase).index(self)
 
 
 class DeltaMode(str, Enum):

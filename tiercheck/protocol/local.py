@@ -20,6 +20,9 @@ from tiercheck.protocol.directive import DeltaMode, HealthCheck, Phase
 from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version
 
+LONGEST_LINE = 1024 * 1024
+"""Bytes. The longest message."""
+
 
 @dataclass(frozen=True)
 class ReserveSlots:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import (
+    LONGEST_LINE,
     NOT_RELEASED,
     AbandonSlot,
     BeginSlot,
@@ -38,8 +39,6 @@ from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
 
 T = TypeVar("T")
-
-_LONGEST_LINE = 1024 * 1024
 
 
 class LinkBroken(OSError):
@@ -117,7 +116,7 @@ class SidecarLink:
             if not piece:
                 raise LinkBroken("the sidecar closed the connection")
             self._received += piece
-            if len(self._received) > _LONGEST_LINE:
+            if len(self._received) > LONGEST_LINE:
                 raise LinkBroken("the sidecar's answer has no end")
         line, _, self._received = self._received.partition(b"\n")
         return line

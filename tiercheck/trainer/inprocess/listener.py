@@ -15,12 +15,11 @@ from pathlib import Path
 
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, Order, StepLeft
+from tiercheck.protocol.local import LONGEST_LINE, Hello, Order, StepLeft
 from tiercheck.protocol.names import SOCKET_NAME
 from tiercheck.supervised import begin
 
 _CONNECT_EVERY = 0.2
-_LONGEST_LINE = 1024 * 1024
 
 
 class OrderListener:
@@ -113,7 +112,7 @@ class OrderListener:
                     self._socket = connection
                     self._tell()
                 with connection.makefile("rb") as lines:
-                    while line := lines.readline(_LONGEST_LINE):
+                    while line := lines.readline(LONGEST_LINE):
                         self._follow(from_json(line, Order))
             with self._changed:
                 self._socket = None

@@ -145,10 +145,6 @@ class Shares:
             self._places, self._alike = list(map(self._place_of, inventory.entries)), inventory.alike
         return list(map(self._stored, inventory.entries, self._places))
 
-    def describe(self, entry: Entry) -> Entry:
-        """Returns one entry as `own` does."""
-        return self._stored(entry, self._place_of(entry))
-
     def _place_of(self, entry: Entry) -> tuple[Piece | None, Replicas | None]:
         return self._place(entry.name, entry.tensor if entry.origin is None else entry.origin, entry.tensor)
 

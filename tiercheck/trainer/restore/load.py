@@ -184,7 +184,7 @@ def _model_targets(
                 f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} "
                 f"{local.dtype}"
             )
-        now = shares.describe(Entry(name, local, lazy=True, origin=value)).piece
+        now = shares.shard(name, value)
         if piece is not None and now is not None and (piece.shape, piece.box) != (now.shape, now.box):
             raise DifferentState(
                 f"{name} is indices {piece.box.offset} and on of {piece.shape} in the checkpoint, "
