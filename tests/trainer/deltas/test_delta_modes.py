@@ -210,7 +210,7 @@ def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
     [
         "_deltas._recorder._event",
         "_deltas._recorder.after",
-        "_deltas._watch.read",
+        "_deltas._listed.watch.read",
         "_deltas._delta",
         "_trained.inventories.take",
     ],

@@ -40,18 +40,41 @@ _PATIENCE = 3
 """The number of steps with outside changes, or in a row with a changed model, that ends deltas."""
 
 
+class ListedModel:
+    """A model and its optimizers as they were when listed, which takes too long for every step."""
+
+    def __init__(self, trained: TrainedState) -> None:
+        model, optimizers = trained.model, trained.optimizers
+        self._optimizers, self._tree = optimizers, Tree(model)
+        self._identities = trained_parameters(optimizers)
+        self.watch = Watch(model, optimizers, trained.partitions.sent)
+        self.buffers = Buffers(model)
+        self.modes = Modes(model, loose_parameters(optimizers, model))
+        named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
+        self.parameters = [parameter for each in named for _, parameter in each]
+        names = [[name for name, _ in each] for each in named]
+        self.planner = Planner(names, trained.shares.consumers_of(named))
+        updated = {*chain.from_iterable(self._identities), *map(id, trained.partitions.sent)}
+        self.untracked: dict[str, Tensor] = {
+            f"model/{name}": parameter
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in updated
+        }
+        """The tensors that no delta has: parameters without an optimizer, and large buffers."""
+        self.untracked |= {f"model/{name}": buffer for name, buffer in self.buffers.large()}
+
+    def is_outdated(self) -> bool:
+        """Returns whether the model, or what its optimizers train, has changed since."""
+        return self._tree.changed() or trained_parameters(self._optimizers) != self._identities
+
+
 class Deltas:
     """Collects the reports of the optimizers' hooks; `end_step` makes a delta of them."""
 
     def __init__(self, trained: TrainedState, backend: Backend, saver: Saver) -> None:
-        model, optimizers = trained.model, trained.optimizers
-        self._model = model
-        self._shares, self._inventories = trained.shares, trained.inventories
-        self._partitions, self._optimizers = trained.partitions, optimizers
-        self._backend = backend
-        self._saver = saver
-        self._recorder = Recorder(optimizers)
-        self._probes = Probes(optimizers)
+        self._trained, self._backend, self._saver = trained, backend, saver
+        self._recorder = Recorder(trained.optimizers)
+        self._probes = Probes(trained.optimizers)
         self._probing = False
         self._first = 0
         self._doubtful = False
@@ -64,11 +87,11 @@ class Deltas:
         self._late = False
         self._recording = False
         self._missed = False
-        self._parameters: list[Tensor] = []
-        self._sizes: list[int] = []
-        self._depth = [0] * len(optimizers)
-        if is_final(model):
-            self._rescan_model()
+        self._depth = [0] * len(trained.optimizers)
+        self._listed: ListedModel | None = None
+        """None: lazy parameters have no shape yet."""
+        if is_final(trained.model):
+            self._list_model()
 
     @property
     def active(self) -> bool:
@@ -79,15 +102,14 @@ class Deltas:
         """Handles the start of training. `restored`: the version's step, if any.
 
         `room`: bytes of its largest delta."""
-        self._rescan_model()
-        self._mark = self._watch.read()
+        self._mark = self._list_model().watch.read()
         self._never_raise(self._saver.untracked.begin)
         self._saver.delta_budget.begin_step()
         if restored is not None:
             self._saver.delta_chain.restored(restored)
         self._measured = room > 0
         if self.active:
-            for optimizer in self._optimizers:
+            for optimizer in self._trained.optimizers:
                 if reason := why_not_replayable(optimizer):
                     self.give_up(reason)
                     return
@@ -103,8 +125,7 @@ class Deltas:
     def _before_update(
         self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        if not self._sizes:
-            self._rescan_model()  # lazy parameters have a shape by now
+        listed = self._listed or self._list_model()
         self._depth[index] += 1
         if self._depth[index] > 1:
             return  # a class that calls the step of its base class: the same update
@@ -115,21 +136,21 @@ class Deltas:
         if not self._recording:
             self._missed = True
             return
-        if self._mark is not None and self._watch.is_changed(self._mark, index):
+        if self._mark is not None and listed.watch.is_changed(self._mark, index):
             self._outside = "before the update"
         given = [value for value in (*arguments[1:], *named.values()) if value is not None]
         self._late = bool(given)
         if not given:
             self._record(index)
-        elif not is_known(self._optimizers[index]):
+        elif not is_known(self._trained.optimizers[index]):
             what = "a closure" if callable(given[0]) else "arguments"
-            self.give_up(f"{type(self._optimizers[index]).__name__} was called with {what}")
+            self.give_up(f"{type(self._trained.optimizers[index]).__name__} was called with {what}")
             self._recording = False
         elif self._probing:
             self._judge(lambda: self._probes[index].before(None))
 
     def _after_update(self, index: int) -> None:
-        if not self._depth[index]:
+        if not self._depth[index] or self._listed is None:
             return  # its start was not recorded
         self._depth[index] -= 1
         if self._depth[index] > 0 or not self._recording:
@@ -141,9 +162,9 @@ class Deltas:
         if self._probing and event is not None:
             self._judge(lambda: self._probes[index].after(event))
         if self._mark is None:
-            self._mark = self._watch.read()
+            self._mark = self._listed.watch.read()
         else:
-            self._watch.read_again(self._mark, index)
+            self._listed.watch.read_again(self._mark, index)
 
     def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         """Returns the delta of the ending step, if one is to be taken. `poisoned`: its loss is not finite."""
@@ -152,32 +173,33 @@ class Deltas:
     def _end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         accepted = self._accepted
         events, inexact = self._recorder.take()
-        self._depth = [0] * len(self._optimizers)  # an update that raised has no end
+        self._depth = [0] * len(self._depth)  # an update that raised has no end
         self._update_pacing()
         if moved := self._saver.untracked.hopeless:
             self.give_up(f"{moved}, which no optimizer updates, is changed behind torch's counters")
-        if not self.active or not self._sizes:
+        listed = self._listed
+        if not self.active or listed is None:
             return None
-        if self._shares.whole:
-            self.give_up(self._shares.whole)
+        if self._trained.shares.whole:
+            self.give_up(self._trained.shares.whole)
             return None
         missed, self._missed = self._missed, False
-        mark = self._watch.read()
+        mark = listed.watch.read()
         if not missed and self._mark is not None and self._mark != mark:
             self._outside = "after the update"
         self._mark = mark
         outside, self._outside = self._outside, ""
-        if self._tree.changed() or trained_parameters(self._optimizers) != self._identities:
-            self._rescan_model()
+        if listed.is_outdated():
+            listed = self._list_model()
             inexact = inexact or "the model, or what its optimizers train, was changed"
-            self._mark = self._watch.read()
+            self._mark = listed.watch.read()
             self._others_in_a_row += 1
             if self._others_in_a_row >= _PATIENCE:
                 self.give_up("the model, or what its optimizers train, is another one after each step")
                 return None
         else:
             self._others_in_a_row = 0
-        changed = self._buffers.changed()
+        changed = listed.buffers.changed()
         reaches = not missed and self._saver.delta_chain.reaches(step)
         measure = bool(events) and not self._measured and not reaches
         if outside and accepted:
@@ -189,7 +211,7 @@ class Deltas:
             self._skip(step, reaches and accepted, poisoned, inexact or f"{_OUTSIDE} ({outside})")
             return None
         try:
-            return self._delta(step, events, changed, state, seen=[*self._mark], measure=measure)
+            return self._delta(listed, step, events, changed, state, seen=[*self._mark], measure=measure)
         except NotCapturable as error:
             self._skip(step, True, False, str(error))
             return None
@@ -232,6 +254,7 @@ class Deltas:
 
     def _delta(
         self,
+        listed: ListedModel,
         step: int,
         events: list[Event],
         changed: list[tuple[str, Tensor]],
@@ -240,19 +263,23 @@ class Deltas:
         seen: Mark,
         measure: bool,
     ) -> Delta:
-        modes = self._modes.facts(self._inventories.evaluating)
+        inventories, optimizers = self._trained.inventories, self._trained.optimizers
+        modes = listed.modes.facts(inventories.evaluating)
+        begun = time.monotonic()
+        extra = listed.buffers.extra()
+        self._saver.delta_budget.note_extra_state(time.monotonic() - begun)
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
-            "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
-            "attributes": [attributes_of_script(optimizer) for optimizer in self._optimizers],
-            "extra": self._extra(),
-            "cleared": self._buffers.cleared(),
+            "groups": [hyper_parameters(optimizer) for optimizer in optimizers],
+            "attributes": [attributes_of_script(optimizer) for optimizer in optimizers],
+            "extra": extra,
+            "cleared": listed.buffers.cleared(),
             **modes,
-            **self._inventories.facts_of_step(),
+            **inventories.facts_of_step(),
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]
-        device = accelerator_of(self._parameters)
+        device = accelerator_of(listed.parameters)
         self._measured = True
         if not measure:
             self._first = self._first or step
@@ -267,12 +294,6 @@ class Deltas:
             seen=seen,
             only_measure=measure,
         )
-
-    def _extra(self) -> dict[str, Any]:
-        begun = time.monotonic()
-        extra = self._buffers.extra()
-        self._saver.delta_budget.note_extra_state(time.monotonic() - begun)
-        return extra
 
     def _record(self, index: int) -> None:
         self._recorder.before(index)
@@ -306,28 +327,15 @@ class Deltas:
         else:
             self._saver.skip_delta(step, "Inexact", inexact)
 
-    def _rescan_model(self) -> None:
-        """Lists parameters and buffers. Done rarely, because it takes too long for every step."""
-        self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
-        self._tree = Tree(self._model)
-        self._identities = trained_parameters(self._optimizers)
-        self._buffers = Buffers(self._model)
-        self._modes = Modes(self._model, loose_parameters(self._optimizers, self._model))
-        named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
-        self._parameters = [parameter for each in named for _, parameter in each]
-        self._sizes = [len(each) for each in named]
-        names = [[name for name, _ in each] for each in named]
+    def _list_model(self) -> ListedModel:
+        listed = self._listed = ListedModel(self._trained)
+        untracked = self._saver.untracked
         self._saver.script = Script(
-            self._optimizers,
-            Planner(names, self._shares.consumers_of(named)),
+            self._trained.optimizers,
+            listed.planner,
             self._recorder.copy_at_once,
-            self._watch.elsewhere(),
-            self._saver.untracked,
+            listed.watch.elsewhere(),
+            untracked,
         )
-        self._saver.untracked.watch(self._untracked_tensors())
-
-    def _untracked_tensors(self) -> dict[str, Tensor]:
-        """Returns tensors that no delta has: parameters without an optimizer, and large buffers."""
-        updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
-        found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
-        return found | {f"model/{name}": b for name, b in self._buffers.large()}
+        untracked.watch(listed.untracked)
+        return listed
