@@ -15,7 +15,7 @@ import typing
 from enum import Enum
 from typing import Any, TypeVar, Union
 
-from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, parse_json
+from tiercheck.protocol.plain_json import Malformed, parse_json
 
 __all__ = ["Malformed", "from_builtins", "from_json", "to_builtins", "to_json"]
 
@@ -60,13 +60,13 @@ def field_names(kind: type) -> tuple[str, ...] | None:
     return _FIELDS[kind]
 
 
-def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
-    """Decodes `text`, of at most `most` bytes, into `cls`. Raises Malformed with the first error's path.
+def from_json(text: bytes | str, cls: type[T]) -> T:
+    """Decodes `text` into `cls`. Raises Malformed with the first error's path.
 
     Unknown fields are ignored, because a newer sender may add some. For a union of dataclasses, the `op` in
     `text` selects the class.
     """
-    return from_builtins(parse_json(text, most), cls)
+    return from_builtins(parse_json(text), cls)
 
 
 def from_builtins(raw: object, cls: type[T]) -> T:

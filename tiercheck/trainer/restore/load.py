@@ -55,21 +55,14 @@ class DifferentState(ValueError):
 
 
 @torch.no_grad()
-def load_all(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    shares: Shares,
-    slot: SlotReader,
-    facts: Mapping[str, Any],
-    *,
-    beside: Mapping[str, nn.Module] | None = None,
-) -> None:
-    """Writes the slot's tensors into the model's own storage, and rebuilds the optimizers' state.
+def load_all(trained: TrainedState, slot: SlotReader, facts: Mapping[str, Any]) -> None:
+    """Writes the slot's tensors into the modules' own storage, and rebuilds the optimizers' state.
 
-    The modules `beside` the model are filled, too. Raises DifferentState, RestoreError. Everything is checked
+    Raises DifferentState, RestoreError. Everything is checked
     before anything is written, so a refused checkpoint leaves the state as it was. Collective if replicas
     have saved it in shares.
     """
+    model, optimizers, shares = trained.model, trained.optimizers, trained.shares
     tensors, pieces = slot.tensors(), slot.pieces
     tensors.ensure_whole()
     if len(optimizers) != len(facts["optimizers"]):
@@ -80,7 +73,7 @@ def load_all(
         add_groups(outer, model, saved)
     strides = facts.get("strides", {})  # what was imported has none
     targets = _model_targets(model, shares, tensors, pieces, strides)
-    for module, prefix, _ in modules_beside(beside or {}, dict(facts)):
+    for module, prefix, _ in modules_beside(trained.beside, dict(facts)):
         targets |= _model_targets(module, shares, tensors, pieces, strides, prefix=prefix)
     held = held_by(local for _, local in targets.values())
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):

@@ -22,6 +22,7 @@ from tiercheck.protocol.artifacts.slot import PROOF
 from tiercheck.trainer.backends.backend import Ranges, gather_from_all
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Shares
+from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
 from tiercheck.trainer.state import optimizer_state
@@ -62,17 +63,6 @@ class _Wanted:
     """The part of the whole; without a span: all of the shard. None: a private tensor."""
     trained: bool = False
     """True for a parameter, or what an optimizer keeps of one."""
-
-
-@dataclass(frozen=True)
-class LocalState:
-    """This rank, with its current model and optimizers."""
-
-    model: nn.Module
-    optimizers: Sequence[Optimizer]
-    shares: Shares
-    rank: int
-    world_size: int
 
 
 class SavedRanks:
@@ -153,10 +143,8 @@ class SavedRanks:
 
 
 @torch.no_grad()
-def load_resharded(
-    here: LocalState, others: SavedRanks, *, beside: Mapping[str, nn.Module] | None = None
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Fills model and optimizers. Raises DifferentState, RestoreError, NotCapturable.
+def load_resharded(here: TrainedState, others: SavedRanks) -> tuple[dict[str, Any], dict[str, int]]:
+    """Fills modules and optimizers. Raises DifferentState, RestoreError, NotCapturable.
 
     Returns the user blob that belongs to this rank, and of each tensor a checksum of what was read
     (`Sample.sums`). A rank that did not exist takes the blob of rank `rank % world_size`, without its random
@@ -168,13 +156,13 @@ def load_resharded(
     facts = blobs[blob_rank]["facts"]
     imported = others.beginnings[blob_rank].header.metadata.get(FORMAT) == IMPORT
     for slot in others.beginnings:
-        add_tensors(model, beside or {}, slot.tensors(), facts.get("grown", ()))
+        add_tensors(model, here.beside, slot.tensors(), facts.get("grown", ()))
     if not imported:
         _refuse_left_over(model, others)
     targets = list(_model(here, others, facts["model_extra"], model))
     held = held_by(each.local for each in targets)
     takes = _plan(targets, others, rank)
-    for module, prefix, extra in modules_beside(beside or {}, facts):
+    for module, prefix, extra in modules_beside(here.beside, facts):
         takes += _plan(list(_model(here, others, extra, module, prefix)), others, rank)
     for index, optimizer in enumerate(here.optimizers):
         if imported and index >= len(facts["optimizers"]):
@@ -229,7 +217,7 @@ def _was_frozen(name: str, others: SavedRanks, rank: int) -> bool | None:
 
 
 def _model(
-    here: LocalState, others: SavedRanks, extra: Mapping[str, Any], model: nn.Module, prefix: str = "model/"
+    here: TrainedState, others: SavedRanks, extra: Mapping[str, Any], model: nn.Module, prefix: str = "model/"
 ) -> Iterator[_Wanted]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for key, value, trained in model_items(model):

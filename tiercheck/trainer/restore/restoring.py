@@ -34,7 +34,7 @@ from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.grown import add_tensors, more_groups
 from tiercheck.trainer.restore.load import DifferentState, fits, load_all, run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
-from tiercheck.trainer.restore.resharding import LocalState, SavedRanks, load_resharded
+from tiercheck.trainer.restore.resharding import SavedRanks, load_resharded
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import loose_parameters, named_parameters_of
 from tiercheck.trainer.state.frozen import put_back_modes
@@ -180,7 +180,7 @@ class Restoring:
             begun = gather_from_all((version, slot.header.metadata.get(REPLICAS, "")))
             self._refuse_others(begun)
             self._refuse_unequal(version, [written for _, written in begun])
-        load_all(trained.model, trained.optimizers, trained.shares, slot, facts, beside=trained.beside)
+        load_all(trained, slot, facts)
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
         room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
@@ -220,10 +220,7 @@ class Restoring:
                 others.beginnings[0].header.version,
                 (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
             )
-            here = LocalState(
-                trained.model, trained.optimizers, trained.shares, trained.rank, trained.world_size
-            )
-            content, proof = load_resharded(here, others, beside=trained.beside)
+            content, proof = load_resharded(trained, others)
             self._refuse_other_state(others.beginnings[0].header.version, proof)
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error

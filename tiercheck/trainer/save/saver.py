@@ -54,9 +54,7 @@ class Saver:
         *,
         gate: Callable[[], bool],
         verify_all: Callable[[], bool],
-        threads: int = 1,
     ) -> None:
-        """`threads`: torch's number in the saver thread; the training thread's number is unchanged."""
         self._backend = backend
         self.sanity = Sanity()
         self.delta_chain = DeltaChain()
@@ -90,7 +88,6 @@ class Saver:
         self._later: deque[Message] = deque()
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
-        self._threads = threads
         self._thread = begin("tiercheck-saver", lambda: supervise(self._run, self._died, self._rest))
         alone.wait()
         torch.set_num_threads(before)  # restores the number for the caller and for new threads
@@ -211,7 +208,7 @@ class Saver:
     def _run(self) -> None:
         torch.get_num_threads()  # initializes torch's threads here, so that the next line is not undone
         # Otherwise a copy would take processors from the training thread.
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(1)
         self._alone.set()
         while True:
             if (task := self._next()) is None:

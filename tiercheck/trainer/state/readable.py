@@ -296,11 +296,11 @@ def read_plain(content: bytes, name: str, *, lenient: bool = False) -> Any:
         raise NotCapturable(f"{name} cannot be read back: {why}") from None
 
 
-def write_plain(value: Any, name: str, leaf: Leaf = lambda value, _: value) -> bytes:
+def write_plain(value: Any, name: str) -> bytes:
     """Writes a value as bytes. Raises NotCapturable, with `name`, for what cannot be written."""
     buffer = io.BytesIO()
     try:
-        torch.save(encoded(value, {}, leaf), buffer)
+        torch.save(encoded(value, {}, lambda value, _: value), buffer)
     except Exception as error:  # pickle can raise anything for objects of the script
         raise NotCapturable(f"{name} cannot be written: {error}") from error
     return buffer.getvalue()
