@@ -312,7 +312,10 @@ class _Save:
             raise
         with slots.lock:
             slots.backend.complete(path, self._step, layout.size, Kind.SNAPSHOT)
-        return [self._result(entry, item) for entry, item in self._tensors.items()] + [
+        sizes = {entry: self._declared(entry, item)[3] for entry, item in self._tensors.items()}
+        return [
+            WriteResult(self._tensors[entry].index, size, slots.rank) for entry, size in sizes.items()
+        ] + [
             WriteResult(MetadataIndex(fqn), end - begin, slots.rank)
             for fqn, (begin, end) in Note.read(self._note).items.items()
         ]
@@ -321,9 +324,6 @@ class _Save:
         assert item.tensor_data is not None
         dtype, sizes = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
         return entry, dtype_name(dtype), sizes, self._pieces[entry].count * dtype.itemsize
-
-    def _result(self, entry: str, item: WriteItem) -> WriteResult:
-        return WriteResult(item.index, self._declared(entry, item)[3], self._slots.rank)
 
     def _having(self, flag: str) -> frozenset[str]:
         return frozenset(

@@ -219,7 +219,9 @@ class Clones:
             if gradient is not None and not pair.part.is_whole and not _is_flat(gradient):
                 self.pairs.remove(pair)  # it cannot be cut
             elif gradient is not None:
-                restored = _as_restored(_cut(gradient, gradient, pair.part))
+                # As a restore makes it from a delta.
+                encoded = encode(_cut(gradient, gradient, pair.part), sparse=False)
+                restored = decode(encoded.parts.get, encoded.about, gradient.device)
                 if restored is not None and restored.dtype != pair.clone.dtype:
                     pair.clone.grad_dtype = restored.dtype
                 pair.clone.grad = restored
@@ -265,12 +267,6 @@ def _cut(value: Any, shard: Tensor, part: ProbePart) -> Any:
 
 def _is_flat(gradient: Tensor) -> bool:
     return gradient.layout is torch.strided and gradient.is_contiguous()
-
-
-def _as_restored(gradient: Tensor) -> Tensor | None:
-    """Returns a copy as a restore makes it from a delta."""
-    encoded = encode(gradient, sparse=False)
-    return decode(encoded.parts.get, encoded.about, gradient.device)
 
 
 def _as_loaded(value: Tensor, clone: Tensor) -> Tensor:

@@ -126,12 +126,8 @@ def first_difference(
 
 def _bytes(tensor: Tensor) -> Tensor:
     if not tensor.numel():
-        return _nothing(tensor.device)
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _fold(flat: Tensor) -> Tensor:

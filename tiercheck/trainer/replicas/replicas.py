@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ def share_of(shard: Tensor, replicas: Replicas) -> tuple[int, int] | None:
     All replicas use the same rule, with whole rows if there are enough."""
     if shard.nbytes < SMALLEST or shard.layout is not torch.strided or not shard.is_contiguous():
         return None
-    return fair_span(shard.numel(), replicas.index, replicas.count, _grain(shard, replicas.count))
+    return _span(shard, replicas, replicas.index)
 
 
 def cut(shard: Tensor, span: tuple[int, int]) -> Tensor:
@@ -236,14 +237,17 @@ def exchange(wanted: Sequence[tuple[Replicas, Tensor]]) -> None:
     A collective call: all replicas pass the same tensors in the same order.
     """
     for replicas, tensors in _buckets(wanted):
-        shares = [-(-_longest(tensor, replicas) * tensor.element_size() // 8) * 8 for tensor in tensors]
+        # The first replica's share is the longest.
+        longest = [_span(tensor, replicas, 0)[1] for tensor in tensors]
+        shares = [-(-n * t.element_size() // 8) * 8 for n, t in zip(longest, tensors, strict=True)]
+        starts = [0, *accumulate(shares[:-1])]
         place = _device(replicas, tensors[0])
         own = torch.zeros(sum(shares), dtype=torch.uint8, device=place)
-        for tensor, at in zip(tensors, _starts(shares), strict=True):
+        for tensor, at in zip(tensors, starts, strict=True):
             mine = _bytes(tensor, replicas, replicas.index)
             own[at : at + mine.numel()].copy_(mine)
         rows = replicas.gather(own)
-        for tensor, at in zip(tensors, _starts(shares), strict=True):
+        for tensor, at in zip(tensors, starts, strict=True):
             for index in range(replicas.count):
                 if index != replicas.index:
                     theirs = _bytes(tensor, replicas, index)
@@ -266,20 +270,8 @@ def _buckets(wanted: Sequence[tuple[Replicas, Tensor]]) -> Iterator[tuple[Replic
         yield replicas, bucket
 
 
-def _starts(lengths: Sequence[int]) -> Iterator[int]:
-    at = 0
-    for length in lengths:
-        yield at
-        at += length
-
-
 def _span(tensor: Tensor, replicas: Replicas, index: int) -> tuple[int, int]:
     return fair_span(tensor.numel(), index, replicas.count, _grain(tensor, replicas.count))
-
-
-def _longest(tensor: Tensor, replicas: Replicas) -> int:
-    begin, end = _span(tensor, replicas, 0)
-    return end - begin
 
 
 def _bytes(tensor: Tensor, replicas: Replicas, index: int) -> Tensor:

@@ -132,7 +132,7 @@ def _chunks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
 def non_finite(named: Sequence[tuple[str, Tensor]]) -> str | None:
     """Returns the name of the first floating-point tensor with an infinity or a NaN; None: none."""
     for name, view in named:
-        if not view.is_floating_point() or view.element_size() < 2 or not view.numel():
+        if not _may_be_infinite(view) or not view.numel():
             continue
         flat = view.view(-1)
         count = max(1, CHUNK // view.element_size())
@@ -265,5 +265,5 @@ class DeviceCopy:
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
-    """Returns whether a tensor's dtype can be checked on the device, as in `non_finite`."""
+    """Returns whether a tensor's dtype has infinities that can be looked for."""
     return tensor.is_floating_point() and tensor.element_size() >= 2
