@@ -39,27 +39,18 @@ _WINDOW = 64 * 1024 * 1024
 """Bytes. The size of each of the two windows through which a device is filled."""
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(dict[str, Tensor]):
     """The tensors of a slot by name, as views of its mapping; `read_into` is the fast way to read many."""
 
     def __init__(
         self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]
     ) -> None:
         """Takes over `descriptor`, which is closed with this object. `size`: of the artifact."""
-        self._descriptor, self._size = descriptor, size
-        self._views, self._offsets = views, offsets
+        super().__init__(views)
+        self._descriptor, self._size, self._offsets = descriptor, size, offsets
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
 
     def ensure_whole(self) -> None:
         """Raises RestoreError if the file is too short."""
@@ -75,7 +66,7 @@ class StoredTensors(Mapping[str, Tensor]):
         too short already.
         """
         self.ensure_whole()
-        self._read([(target, self._views[name], self._offsets[name]) for name, target in wanted])
+        self._read([(target, self[name], self._offsets[name]) for name, target in wanted])
 
     @torch.no_grad()
     def read_parts(self, wanted: Sequence[tuple[str, int, Tensor]]) -> None:
@@ -85,7 +76,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """
         found = []
         for name, first, target in wanted:
-            stored = self._views[name].view(-1)[first : first + target.numel()].view(target.shape)
+            stored = self[name].view(-1)[first : first + target.numel()].view(target.shape)
             found.append((target, stored, self._offsets[name] + first * stored.element_size()))
         self._read(found)
 

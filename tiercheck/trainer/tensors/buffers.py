@@ -124,13 +124,14 @@ class Buffers(_TrackedBuffers):
             return {owner for _, owner in seen}
         return {owner for (_, owner), old, new in zip(seen, before, sums, strict=True) if old != new}
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        """Returns all buffers, by name in the model."""
-        return [(name, buffer) for name, owner, key in self._places if (buffer := owner.get(key)) is not None]
-
     def large(self) -> list[tuple[str, Tensor]]:
-        """Returns the buffers that are not always carried."""
-        return [(name, b) for name, b in self.named() if b.layout is torch.strided and b.nbytes > ALWAYS]
+        """Returns the buffers that are not always carried, by name in the model."""
+        held = ((name, owner.get(key)) for name, owner, key in self._places)
+        return [
+            (name, each)
+            for name, each in held
+            if each is not None and each.layout is torch.strided and each.nbytes > ALWAYS
+        ]
 
     def extra(self) -> dict[str, Any]:
         """Returns what modules add to the state_dict by `get_extra_state`, by its key there."""
