@@ -343,10 +343,10 @@ def test_generator_goes_back_to_what_it_had_spawned() -> None:
         assert [each.random() for each in again.spawn(2)] == expected
 
 
-@pytest.fixture
-def other_global_generator() -> Iterator[None]:
+@pytest.fixture(params=[numpy.random.PCG64, numpy.random.Philox, numpy.random.SFC64])
+def other_global_generator(request: pytest.FixtureRequest) -> Iterator[None]:
     before = numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    numpy.random.set_bit_generator(request.param(1))
     yield
     numpy.random.set_bit_generator(before)
 

@@ -415,7 +415,12 @@ def _fields(kind: type) -> list[str]:
 
 def _slots(kind: type) -> dict[str, Any]:
     found = (vars(base).items() for base in reversed(kind.__mro__))
-    return {name: each for items in found for name, each in items if inspect.ismemberdescriptor(each)}
+    return {
+        name: each
+        for items in found
+        for name, each in items
+        if inspect.ismemberdescriptor(each) and not name.startswith("__")
+    }
 
 
 def _is_odd(key: Any) -> bool:
