@@ -61,7 +61,7 @@ class TrainingIdentity:
     def look(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> TrainingIdentity:
         """Reads the values from the script's objects, before these are loaded."""
         given = {
-            f"optimizer {index}, group {number}: {key}": value
+            f"{_place_of(index, number)}{key}": value
             for index, optimizer in enumerate(optimizers)
             for number, group in enumerate(optimizer.param_groups[:_MANY])
             for key, value in _first_of(group).items()
@@ -89,6 +89,17 @@ class TrainingIdentity:
         if not found and saved.get("arguments", self.arguments) != self.arguments:
             found.append("the command line has other arguments")
         return found
+
+
+def keys_given(facts: Mapping[str, Any], index: int) -> list[list[str]]:
+    """Returns the keys that the groups of an optimizer had when the run began that saved `facts`."""
+    given = facts.get(TRAINING, {}).get("given", {})
+    places = [_place_of(index, number) for number in range(len(facts["optimizers"][index]["groups"][:_MANY]))]
+    return [[key.removeprefix(place) for key in given if key.startswith(place)] for place in places]
+
+
+def _place_of(index: int, number: int) -> str:
+    return f"optimizer {index}, group {number}: "
 
 
 def _first_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,6 +294,26 @@ def values_in_a_group() -> Script:
     return loop(model, optimizer, after=after)
 
 
+def key_of_a_group_deleted(at: int) -> Callable[[], Script]:
+    """The script does not look at the number of the step, but whether the key is there."""
+
+    def build() -> Script:
+        model = net()
+        optimizer = AdamW([{"params": list(model.parameters()), "warm": 1e-3}], lr=1e-2)
+        group = optimizer.param_groups[0]
+
+        def before(step: int) -> None:
+            group["lr"] = group["warm"] if "warm" in group else 1e-2 / step
+
+        def after(step: int) -> None:
+            if step == at:
+                del group["warm"]
+
+        return loop(model, optimizer, before=before, after=after)
+
+    return build
+
+
 def parameters_from_a_set() -> Script:
     """In another order in each process."""
     model = net()
@@ -313,6 +333,8 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "order of the optimizer's state": sum_over_the_state,
     "empty states of an optimizer": states_looked_up,
     "values of a group changed in place": values_in_a_group,
+    "key of a group deleted before the first snapshot": key_of_a_group_deleted(2),
+    "key of a group deleted after a snapshot": key_of_a_group_deleted(7),
     "parameters from a set": parameters_from_a_set,
     "numbers of modules": numbers_of_modules,
     "values of modules in many forms": values_in_many_forms,

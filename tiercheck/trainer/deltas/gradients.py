@@ -8,10 +8,10 @@ DistributedDataParallel), or may be, they are copied at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import compress, count
+from itertools import chain, compress, count
 from operator import attrgetter, is_, not_
 from typing import Any
 
@@ -281,11 +281,16 @@ def _unscaled_in_place(optimizer: Optimizer) -> set[int]:
     return {number for number, in_place in enumerate(fused) if in_place}
 
 
-def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def set_hyper_parameters(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], before: Sequence[Collection[str]] = ()
+) -> None:
     """Restores the result of `hyper_parameters`.
 
-    Tensors are written in place, because schedulers, modules and CUDA graphs refer to them."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    Tensors are written in place, because schedulers, modules and CUDA graphs refer to them.
+    `before`: the keys that each group had earlier in that run. It has deleted those that `groups` lack."""
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key in {*chain.from_iterable(before[number : number + 1])} - values.keys():
+            group.pop(key, None)
         for key, value in values.items():
             group[key] = put_back_value(group.get(key), value)
 

@@ -48,6 +48,7 @@ from tiercheck.trainer.tensors.tensor_parts import (
     parts,
     write,
 )
+from tiercheck.trainer.training import keys_given
 
 
 class DifferentState(ValueError):
@@ -87,6 +88,7 @@ def load_all(trained: TrainedState, slot: SlotReader, facts: Mapping[str, Any]) 
             buffer.set_(local)  # type: ignore[call-overload]
     present = _Present(optimizers, held)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
+        set_hyper_parameters(optimizer, saved["groups"], keys_given(facts, index))
         wanted += _load_optimizer(index, optimizer, model, saved, slot, present=present)
     _fill(wanted, shares, tensors, pieces)
 
@@ -231,7 +233,6 @@ def _load_optimizer(
     present: _Present,
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Rebuilds an optimizer's state, empty. Returns name, tensor and local shard of what is to be filled."""
-    set_hyper_parameters(optimizer, saved["groups"])
     optimizer_state.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()
     tensors, pieces = slot.tensors(), slot.pieces

@@ -20,6 +20,9 @@ from tiercheck.trainer.state.replayable import SCALING, plain_step
 from tiercheck.trainer.tensors.buffers import Buffers
 from tiercheck.trainer.tensors.tensor_parts import local_shard
 
+Groups = Sequence[Mapping[str, Any]]
+"""The parameter groups of an optimizer, without the parameters."""
+
 
 class Mismatch(Exception):
     """The replay did not give the state that the delta was taken from; the message names the place."""
@@ -28,11 +31,20 @@ class Mismatch(Exception):
 class Replay:
     """Replays deltas, one after the other, on a model and its optimizers as a snapshot left them."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        shares: Shares,
+        saved: Sequence[Groups],
+    ) -> None:
+        """`saved`: the groups of each optimizer in the snapshot."""
         self._optimizers = optimizers
         self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
         self._replicas = shares.consumers_of(self._named)
         self._buffers = Buffers(model)
+        self._groups = list(saved)
+        """The groups of each optimizer after the last update."""
 
     @torch.no_grad()
     def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
@@ -55,10 +67,9 @@ class Replay:
                 self._buffers.put_back(name, value)
             for name in facts.get("cleared", ()):
                 self._buffers.clear(name)
-            beside = zip(self._optimizers, facts["groups"], facts["attributes"], strict=True)
-            for optimizer, groups, attributes in beside:
-                set_hyper_parameters(optimizer, groups)
-                put_attributes(optimizer, attributes)
+            for index, attributes in enumerate(facts["attributes"]):
+                self._set_groups(index, facts["groups"][index])
+                put_attributes(self._optimizers[index], attributes)
         except Exception as error:  # the optimizer's own code runs here, on what may not fit it
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         finally:
@@ -89,7 +100,7 @@ class Replay:
             parameter.grad = None
             if gradient is not None:
                 parameter.grad = sharded_like(gradient, parameter, parameter.shape, parameter.stride())
-        set_hyper_parameters(optimizer, event["groups"])
+        self._set_groups(index, event["groups"])
         device = next((p.device for _, p in named), None)
         for name, value in event["scaling"].items():
             setattr(optimizer, name, value.to(device))
@@ -100,6 +111,10 @@ class Replay:
             for name in SCALING:
                 if name in event["scaling"]:
                     delattr(optimizer, name)
+
+    def _set_groups(self, index: int, groups: Groups) -> None:
+        set_hyper_parameters(self._optimizers[index], groups, self._groups[index])
+        self._groups[index] = groups
 
     def _spelled(self, where: tuple[int, int, str] | str) -> str:
         if isinstance(where, str):

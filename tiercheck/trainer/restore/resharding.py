@@ -39,6 +39,7 @@ from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.tensors.buffers import take_shape
 from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import PLAIN, held_by, local_shard
+from tiercheck.trainer.training import keys_given
 
 SlotFetcher = Callable[[int, Ranges], str]
 """A function of a rank and byte ranges of its slot: the path of a file with them at their places.
@@ -257,7 +258,8 @@ def _optimizer(
 ) -> list[_Wanted]:
     """Rebuilds the optimizer's state, empty, and returns what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
-    own = blobs[blob_rank]["facts"]["optimizers"][index]
+    facts = blobs[blob_rank]["facts"]
+    own = facts["optimizers"][index]
     if own["class"] and own["class"] != type(optimizer).__name__:  # an import has none
         raise DifferentState(
             f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}"
@@ -268,11 +270,11 @@ def _optimizer(
             f"optimizer {index} has another number of parameter groups than in the checkpoint"
         )
     group_as_saved(optimizer, model, own)
-    set_hyper_parameters(optimizer, own["groups"])
+    set_hyper_parameters(optimizer, own["groups"], keys_given(facts, index))
     optimizer_state.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()
     wanted: list[_Wanted] = []
-    same = blobs[blob_rank]["facts"].get("parameters") == names_of(model)
+    same = facts.get("parameters") == names_of(model)
     for name, parameter in named_parameters_of(optimizer, model):
         prefix = f"optimizer{index}/{name}/"
         mine = own_entries(prefix, name, parameter)

@@ -187,7 +187,8 @@ class Restoring:
         return Loaded(version, content, facts, room, slot.user_blob_bytes())
 
     def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
-        replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
+        trained, saved = self._trained, [each["groups"] for each in loaded.facts["optimizers"]]
+        replay = Replay(trained.model, trained.optimizers, trained.shares, saved)
         for path in offer.deltas:
             step, last = loaded.version.step + 1, path == offer.deltas[-1]
             slot, content = self._open(path, offer.version if last else None, Kind.DELTA)
