@@ -788,6 +788,41 @@ def test_scheduler_that_is_not_in_state_is_in_the_log(
     assert caplog.text.count("Schedule: a scheduler sets the learning rate of AdamW") == (not given)
 
 
+def scaled(given: bool, *, is_enabled: bool, fused: bool) -> Callable[[], Script]:
+    def build() -> Script:
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=is_enabled)
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return Script(model, [optimizer], update, {"scaler": scaler} if given else {})
+
+    return build
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("given", "is_enabled"), [(True, True), (False, True), (False, False)])
+def test_gradient_scaler_that_is_not_in_state_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool, is_enabled: bool, fused: bool
+) -> None:
+    script, checkpointer = started(
+        scaled(given, is_enabled=is_enabled, fused=fused), folder=tmp_path, every=1
+    )
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2, wait=True)
+    assert caplog.text.count("Scaler: a GradScaler scales the gradients of AdamW") == (
+        is_enabled and not given
+    )
+
+
 def test_data_of_a_module_that_stay_as_they_are_are_not_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,8 +13,9 @@ a delta, and compares it with that of the previous snapshot or delta.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -121,10 +122,16 @@ class UnregisteredOptimizers:
         self._warn = warn
         self._updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._lost: list[weakref.ref[Optimizer]] = []
+        self._scalers: dict[int, Any] = {}
+        """The `GradScaler` of the first updates of each given optimizer, by identity; None: it has none."""
 
     def updated(self, optimizer: Optimizer, *_: object) -> None:
         """Handles the end of a step of any optimizer in the process. Never raises."""
-        if torch.compiler.is_compiling() or id(optimizer) in self._given:
+        if torch.compiler.is_compiling():
+            return
+        if (given := id(optimizer)) in self._given:
+            if given not in self._scalers:
+                self._scalers[given] = _scaler_of_update()
             return
         try:
             self._count(optimizer)
@@ -146,15 +153,30 @@ class UnregisteredOptimizers:
         )
 
     @cached_property
-    def forgotten_schedule(self) -> str:
-        """Returns the class of an optimizer whose scheduler is not in the script's `state`; empty: none.
+    def forgotten(self) -> list[tuple[str, str]]:
+        """Returns the kind and a message about each scheduler or scaler not in the script's `state`.
 
-        Looked for once: the search is long."""
+        They are looked for once: the search is long."""
+        return list(self._find_forgotten())
+
+    def _find_forgotten(self) -> Iterator[tuple[str, str]]:
         if any(type(each).__module__.startswith(_INTEGRATIONS) for each in self._state):
-            return ""  # they save the schedulers of their framework
+            return  # they save what their framework has
         own = [each for each in self._state if not type(each).__module__.startswith("tiercheck.")]
-        driven = (each for each in self._optimizers if hasattr(each.step, "_wrapped_by_lr_sched"))
-        return next((type(each).__name__ for each in driven if not reaches(own, each)), "")
+        for each in self._optimizers:
+            name, scaler = type(each).__name__, self._scalers.get(id(each))
+            if hasattr(each.step, "_wrapped_by_lr_sched") and not reaches(own, each):
+                yield (
+                    "Schedule",
+                    f"a scheduler sets the learning rate of {name}, and `state` has none: give the "
+                    'Checkpointer state={"scheduler": scheduler}, or each start begins its schedule anew',
+                )
+            if scaler is not None and not reaches(own, scaler):
+                yield (
+                    "Scaler",
+                    f"a GradScaler scales the gradients of {name}, and `state` has none: give the "
+                    'Checkpointer state={"scaler": scaler}, or each start begins with its first scale',
+                )
 
     def _count(self, optimizer: Optimizer) -> None:
         updates = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
@@ -186,7 +208,16 @@ class UnregisteredOptimizers:
         return shown or reaches(self._state, optimizer)
 
 
-def reaches(value: Any, wanted: Optimizer) -> bool:
+def _scaler_of_update() -> Any:
+    """Returns the `GradScaler` that makes the running update; None: there is none."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = frame.f_locals.get("self") if frame.f_back is not None else None
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def reaches(value: Any, wanted: object) -> bool:
     """Returns whether `wanted` is reachable from `value` over a few objects."""
     seen: set[int] = set()
     now = [value]

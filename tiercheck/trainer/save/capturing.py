@@ -155,12 +155,8 @@ class Capturing:
                 f"the {found} is a plain attribute of a module, changes, and is in no version: {remedy} if "
                 "training depends on it",
             )
-        if name := self.not_given.forgotten_schedule:
-            self._saver.warn(
-                "Schedule",
-                f"a scheduler sets the learning rate of {name}, and `state` has none: give the Checkpointer "
-                'state={"scheduler": scheduler}, or each start begins its schedule anew',
-            )
+        for forgotten in self.not_given.forgotten:
+            self._saver.warn(*forgotten)
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
