@@ -730,6 +730,33 @@ def test_parameter_that_is_written_after_the_restore_is_in_the_log(
     assert "Overwritten: 2.weight was written after `restore`" in caplog.text
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_parameter_that_is_written_before_each_update_is_in_the_log_only_if_its_start_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reset: bool
+) -> None:
+    """As SAM climbs before each update, and a momentum encoder follows in each forward pass."""
+
+    def build() -> Script:
+        model = net()
+
+        @torch.no_grad()
+        def climb(step: int) -> None:
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+
+        return loop(model, adam(model.parameters()), between=climb)
+
+    for again in (False, True):
+        script, checkpointer = started(build, folder=tmp_path, every=1)
+        with checkpointer:
+            checkpointer.restore()
+            if reset and again:
+                torch.nn.init.zeros_(script.model[2].weight)  # type: ignore[index, arg-type]
+            train(script, checkpointer, 3, wait=True)
+    assert ("Overwritten: 2.weight was written after `restore`" in caplog.text) == reset
+    assert caplog.text.count("Overwritten") == reset
+
+
 def test_weight_that_is_computed_of_a_parameter_is_no_tensor_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

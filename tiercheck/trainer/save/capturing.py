@@ -43,9 +43,11 @@ class Capturing:
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
         self.has_begun = self.has_loaded = False
-        """True once `begin` was called; from the end of a load to the first update after it."""
+        """True once `begin` was called; from the end of a load until what was written then is known."""
         self._counters: dict[str, int] = {}
-        """Torch's counter of changes of each parameter when the load had ended."""
+        """Torch's counter of changes of each parameter when the load, or the first step, had ended."""
+        self._written: dict[str, int] = {}
+        """The parameters that were written between the load and the first update, and how often."""
         self.refused = ""
         """The reason why this training is not saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
@@ -103,6 +105,8 @@ class Capturing:
 
     def look_for_gaps(self) -> None:
         """Checks for changes of the state that no version records; stops deltas, or all saving, if any."""
+        if self._written and not self._counters:
+            self._counters = self._count_writes()
         before = self.unseen.found
         try:
             self.unseen.look()
@@ -171,23 +175,38 @@ class Capturing:
         return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
 
     def loaded(self) -> None:
-        self.has_loaded = True
-        named = self._trained.model.named_parameters()
-        self._counters = {name: write_count(shard_or_self(each)) for name, each in named}
+        """Records that a load has ended."""
+        self.has_loaded, self._written, self._counters = True, {}, self._count_writes()
 
     def look_for_overwritten(self) -> None:
-        """Warns if a parameter was written between the load and the first update after it."""
-        self.has_loaded = False
+        """Warns if a parameter was written between the load and the first update after it.
+
+        Some scripts write before each update (SAM, a momentum encoder), and do so before the second, too."""
+        if not self._counters:  # another optimizer of the first step
+            return
         counters, self._counters = self._counters, {}
-        for name, parameter in self._trained.model.named_parameters():
-            count = write_count(shard_or_self(parameter))
-            if counters.get(name, count) != count:
+        written = {
+            name: now - counters[name]
+            for name, now in self._count_writes().items()
+            if now != counters.get(name, now)
+        }
+        if written and not self._written:
+            self._written = written
+            return
+        self.has_loaded = False
+        for name, times in self._written.items():
+            if times != written.get(name, 0):
                 self._saver.warn(
                     "Overwritten",
                     f"{name} was written after `restore` and before the first update: what the script does "
                     "at its start must come before `restore`, or is done again at each start",
                 )
                 return
+
+    def _count_writes(self) -> dict[str, int]:
+        """Returns torch's counter of changes of each parameter."""
+        named = self._trained.model.named_parameters()
+        return {name: write_count(shard_or_self(each)) for name, each in named}
 
     def _compare(self, inventory: Inventory) -> None:
         """Warns of changes of the model that a restarted script would not have."""
