@@ -11,6 +11,7 @@ import datetime
 import enum
 import fractions
 import sys
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
@@ -111,6 +112,20 @@ def test_arrays_come_back_in_their_order_in_memory() -> None:
     for found, array in zip(_round(ARRAYS), ARRAYS, strict=True):
         numpy.testing.assert_array_equal(found, array)
         assert (found.dtype, found.flags.fnc, found.flags.writeable) == (array.dtype, array.flags.fnc, True)
+
+
+def test_array_takes_a_few_times_its_size_to_come_back() -> None:
+    """A replay buffer may have most of the memory that there is."""
+    array = numpy.arange(1_000_000)
+    blob = Packed({"state": {"array": array}}, {}).written()
+    tracemalloc.start()
+    try:
+        came_back = unpack(blob)["state"]["state"]["array"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert numpy.array_equal(came_back, array)
+    assert peak < 4 * array.nbytes
 
 
 def test_what_is_shared_or_contains_itself_is_so_again() -> None:

@@ -470,6 +470,6 @@ def _numpy_rebuilt(record: Mapping[str, Any]) -> Any:
     kind = numpy.dtype(record["dtype"])
     if record[MARK] == "numpy.dtype":
         return kind
-    flat = numpy.frombuffer(bytes(record["bytes"].tolist()), dtype=kind)
+    flat = numpy.frombuffer(record["bytes"].numpy(), dtype=kind)
     shape, order = record["shape"], record["order"]
     return flat[0] if shape is None else flat.reshape(shape, order=order).copy(order)
