@@ -51,6 +51,19 @@ def test_corrupt_file_makes_it_fall_back_to_the_version_before(tmp_path: Path) -
     assert again.data == {"position": 3}
 
 
+def test_script_that_changes_its_working_directory_finds_its_versions_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outputs").mkdir()
+    for step in (0, 2):
+        monkeypatch.chdir(tmp_path)
+        run = Run(adamw, Path("checkpoints"))
+        assert run.checkpointer.restore() == step
+        monkeypatch.chdir(tmp_path / "outputs")
+        run.train(2)
+        run.checkpointer.close()
+
+
 def test_bytes_cut_off_are_noticed(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 10)
     write(tmp_path, 0, 1, 20)

@@ -52,6 +52,7 @@ class FolderBackend(Backend):
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int, run: str = "") -> None:
         """`run`: name of the training; empty: whichever the folder has."""
+        folder = folder.absolute()  # a script may change its working directory
         owner = _owner_of(folder)
         self._folder, self._run, self.left_out = folder, run, ""
         if run and owner not in ("", run):
