@@ -47,6 +47,76 @@ def test_tensors_that_a_callback_keeps_are_looked_at(caplog: pytest.LogCaptureFi
     assert "Average.shadow changes" in caplog.text
 
 
+def test_callback_counts_an_epoch_once_though_its_middle_is_resumed(tmp_path: Path) -> None:
+    """The Trainer calls on_train_begin and on_epoch_begin at each start, after the restore."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import ExportableState
+
+    from tiercheck.integrations.huggingface import Resumable
+
+    class Lost(Exception):
+        pass
+
+    class Annealed(transformers.TrainerCallback, ExportableState):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.epochs = self.steps = 0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.steps = 0
+
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            self.epochs += 1
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"epochs": self.epochs, "steps": self.steps}}
+
+    class Line(torch.nn.Module):
+        def __init__(self, lost_at: int, note: Callable[[float], None]) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.lost_at, self.note, self.annealed = lost_at, note, Annealed()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if self.annealed.steps == self.lost_at:
+                raise Lost
+            loss = (self.layer(x) - labels).square().mean() * (self.annealed.epochs + self.annealed.steps)
+            self.note(float(loss.detach()))
+            return {"loss": loss}
+
+    class Mine(Resumable, transformers.Trainer):  # type: ignore[misc, name-defined]
+        pass
+
+    def fit(folder: str, lost_at: int = -1) -> list[float]:
+        Mine.checkpointing = {"folder": tmp_path / folder, "every": 1}
+        torch.manual_seed(0)
+        losses: list[float] = []
+        model = Line(lost_at, losses.append)
+        arguments = transformers.TrainingArguments(
+            tmp_path / "out",
+            num_train_epochs=3,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        data = [{"x": torch.full((1,), i / 16), "labels": torch.ones(1)} for i in range(16)]
+        trainer = Mine(model, arguments, train_dataset=data, callbacks=[model.annealed])
+        if lost_at < 0:
+            trainer.train()
+        else:
+            with pytest.raises(Lost):
+                trainer.train()
+        return losses
+
+    whole = fit("whole")
+    assert fit("lost", 7) + fit("lost") == whole
+
+
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_sampler_that_lightning_wraps_for_several_ranks_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wrapped: bool

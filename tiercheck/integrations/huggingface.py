@@ -164,7 +164,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
         model, loader = super()._prepare_for_training(self.state.max_steps, *more)
         options = {**self.checkpointing, "run": self._run}
-        state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
+        progress = _TrainerState(self)
+        state = {"trainer": progress, "scheduler": self.lr_scheduler, **options.pop("state", {})}
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
         self.checkpointer = Checkpointer(model, self.optimizer, state=state, found=self._found, **options)
@@ -173,21 +174,30 @@ class Resumable(_Trainer):  # type: ignore[misc]
             refuse_reentry("a Trainer cannot prepare a model for FSDP or DeepSpeed twice")
         if not self.checkpointer.restore():  # a checkpoint of the Trainer's own may be where it begins
             self.checkpointer.step_number = self.state.global_step
-        if self._resumed and not self._kept["batches"] and not self.args.ignore_data_skip:
-            self._draw_from_epochs_begin()
-        elif self._resumed:
-            self._drawn = user_state.random_state()
+        if self._resumed:
+            self._begin_epoch_as_saved(progress)
         return model, loader
 
-    def _draw_from_epochs_begin(self) -> None:
-        """Restores random numbers before the callbacks at an epoch's begin draw, which none has done yet."""
+    def _begin_epoch_as_saved(self, progress: _TrainerState) -> None:
+        """Lets callbacks begin the epoch as they had, though the Trainer calls them at each start.
+
+        At an epoch's begin they draw the numbers that none has drawn yet. In its middle they had begun it."""
         handler, drawn = self.callback_handler, user_state.random_state()
+        is_begun = bool(self._kept["batches"])
+        if is_begun or self.args.ignore_data_skip:
+            self._drawn = drawn
+        handler.__dict__.pop("on_epoch_begin", None)  # of an attempt that ended before it
         begin = handler.on_epoch_begin
 
         def on_epoch_begin(*given: Any) -> Any:
             del handler.on_epoch_begin
-            user_state.set_random_state(drawn)
-            return begin(*given)
+            if self._drawn is None:
+                user_state.set_random_state(drawn)
+            progress.load_callbacks()  # `on_train_begin` may have reset them
+            control = begin(*given)
+            if is_begun:
+                progress.load_callbacks()
+            return control
 
         handler.on_epoch_begin = on_epoch_begin
 
@@ -314,6 +324,7 @@ class _TrainerState:
     def __init__(self, trainer: Resumable) -> None:
         self._trainer = trainer
         self._watch = CallbackWatch("state() and from_state()")
+        self._callbacks: list[Any] = []
         # A callback may change an argument in the middle, and a subclass may keep numbers of its own.
         kind: Any = type(trainer)
         others = {*_LENGTHS, *names_set_by(kind, of=("transformers.", "tiercheck."))}
@@ -367,7 +378,14 @@ class _TrainerState:
                 "better one, load_best_model_at_end leaves the last model",
                 best,
             )
-        kept, device = list(state["callbacks"]), self._trainer.args.device
+        self._callbacks = state["callbacks"]
+        self.load_callbacks()
+        self._trainer._losses = state["losses"]
+        self._attributes.load_state_dict(state["attributes"])
+
+    def load_callbacks(self) -> None:
+        """Gives the callbacks what they had when the version was saved."""
+        kept, device = list(self._callbacks), self._trainer.args.device
         for name, callback in self._stateful():
             same = next((each for each in kept if each[0] == name), None)
             if same is not None:
@@ -378,8 +396,6 @@ class _TrainerState:
                         setattr(callback, attribute, value.to(getattr(here, "device", None) or device))
                     else:
                         setattr(callback, attribute, value)
-        self._trainer._losses = state["losses"]
-        self._attributes.load_state_dict(state["attributes"])
 
     def _stateful(self) -> list[tuple[str, Any]]:
         """Returns stateful callbacks (`ExportableState`), such as EarlyStoppingCallback, by class name."""
