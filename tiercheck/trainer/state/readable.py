@@ -133,7 +133,7 @@ def to_record(value: Any) -> Apart | None:
 
 def object_to_record(value: Any) -> Apart:
     """Takes apart an object that has plain attributes and nothing else. Raises NotCapturable."""
-    kind = type(value)
+    kind: Any = type(value)
     if not is_record(kind):
         raise NotCapturable(f"{kind.__name__} has code of its own for being made, copied or deleted")
     record = {MARK: "object", "class": class_path(kind), "fields": _fields(kind)}
@@ -409,10 +409,12 @@ def _member(kind: Any, record: Mapping[str, Any]) -> Any:
     return kind._member_map_[member]
 
 
+@functools.cache
 def _fields(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
+@functools.cache
 def _slots(kind: type) -> dict[str, Any]:
     found = (vars(base).items() for base in reversed(kind.__mro__))
     return {
