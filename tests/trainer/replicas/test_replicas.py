@@ -300,3 +300,20 @@ def test_gradients_that_are_kept_from_step_to_step_are_told_and_no_others(
 ) -> None:
     train(tmp_path, 5, zero)
     assert len(told(caplog, "Gradients")) == (zero == "never")
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_that_are_kept_later_are_told_and_none_for_those_that_an_inner_loop_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, zeroed: bool
+) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model, optimizer, folder=tmp_path) as checkpointer:
+        for step in range(checkpointer.restore(), 10):
+            torch.autograd.grad(model(torch.randn(4, 3)).square().mean(), [*model.parameters()])
+            if zeroed or step < 5:
+                optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step()
+    assert len(told(caplog, "Gradients")) == (not zeroed)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercheck.trainer.backends.backend import log
@@ -204,9 +205,10 @@ class Arithmetic:
         self._model, self._stored = wrapped.model, list(stored)
         self._layouts = bucket_layouts(wrapped.replicated)
         self._saved: Mapping[str, str] = {}
-        self._first, self._failed = True, False
+        self._steps, self._failed = 0, False
         self._hook_states: dict[int, AttributeWatch | None] = {}
         self._watch: Any = None
+        self._adds: Any = None
         self._kept = ""
         self._clears = False
         """True if the script is known to set gradients to None before each step, as `zero_grad` does."""
@@ -242,9 +244,11 @@ class Arithmetic:
                         "it at least once in each step",
                         self._kept,
                     )
-            if self._first:  # the script has changed settings by now
-                self._first = False
+            self._steps += 1
+            if self._steps == 1:  # the script has changed settings by now
                 self._compare()
+            # Gradients may be kept later: where a script accumulates more of them as it goes on.
+            if not self._kept and self._steps & (self._steps - 1) == 0:
                 self._watch = self._watch_gradient()
         except Exception as error:  # invariant: no error of TierCheck stops training
             if not self._failed:
@@ -304,12 +308,12 @@ class Arithmetic:
             )
 
     def _watch_gradient(self) -> Any:
-        """Makes one parameter's hook check whether the next step adds to this step's gradient."""
+        """Lets a hook of one parameter check whether the next step adds to this step's gradient."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 before = [parameter]
 
-                def look(_: Tensor, name: str = name, before: list[nn.Parameter] = before) -> None:
+                def look(_: object, name: str = name, before: list[nn.Parameter] = before) -> None:
                     if not before:
                         return
                     kept = before.pop().grad
@@ -319,5 +323,8 @@ class Arithmetic:
                     with contextlib.suppress(NotCapturable, RuntimeError):  # of a type that cannot be counted
                         self._kept = name if local_shard(kept).count_nonzero() else ""
 
+                if type(parameter) is nn.Parameter:  # its own hook is called by autograd.grad, too
+                    self._adds = get_gradient_edge(parameter).node  # it ends if nothing refers to it
+                    return self._adds.register_prehook(look)
                 return parameter.register_hook(look)  # type: ignore[no-untyped-call,unused-ignore]
         return None
