@@ -322,6 +322,19 @@ def parameters_from_a_set() -> Script:
     return loop(model, AdamW(listed, lr=1e-2))
 
 
+def module_replaced() -> Script:
+    """By one of the same class, whose rate is then annealed."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+
+    def before(step: int) -> None:
+        if step == 2:
+            model[1] = nn.Dropout(0.4)
+        dropout: Any = model[1]
+        dropout.p *= 0.9
+
+    return loop(model, adam(model.parameters()), before=before)
+
+
 EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "odd number of normal numbers": drawing(numpy.random.RandomState, lambda own: own.randn(3)[0]),
     "generators spawned": drawing(numpy.random.default_rng, lambda own: own.spawn(1)[0].random()),
@@ -338,6 +351,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "parameters from a set": parameters_from_a_set,
     "numbers of modules": numbers_of_modules,
     "values of modules in many forms": values_in_many_forms,
+    "module replaced": module_replaced,
     "cache and its length": with_a_cache(Cached),
     "cache and its keys": with_a_cache(CachedByLength),
     "object and whether it is made": with_a_cache(MadeAtFirst),
@@ -520,6 +534,10 @@ def other_dtype(model: Any) -> None:
     model.a = model.a.double()
 
 
+def other_activation(model: Any) -> None:
+    model[1] = nn.GELU()
+
+
 def other_order(model: Any) -> None:
     weight = model[0].weight
     weight.data = weight.data.t().contiguous().t()
@@ -553,6 +571,7 @@ TOLD_ONES = {
         keeping(lambda: deque(maxlen=2), lambda held, out: deque([*held, out], maxlen=2)),
         "Attribute: the tensor held is a plain attribute",
     ),
+    "module of another class": (changed_midway(net, other_activation), "Changed: model/1 "),
     "parameter in another order": (changed_midway(net, other_order), "Changed: model/0.weight"),
 }
 

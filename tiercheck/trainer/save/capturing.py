@@ -39,6 +39,8 @@ class Capturing:
         """The reason why no version holds all of the state, from `refused` or `UnregisteredOptimizers`."""
         self._began_with: dict[str, _Shape] = {}
         """The model's tensors when `restore` was called."""
+        self._began_modules: dict[str, type] = {}
+        """The classes of its modules at that time."""
         self._began_training: list[list[str]] = []
         """The class and the parameters of each optimizer at that time."""
         self._compared: object | None = None
@@ -62,10 +64,11 @@ class Capturing:
         self._trained.inventories.attributes.begin()
         inventory = self._trained.inventories.take()
         self._began_with = _list_shapes(inventory.entries)
+        self._began_modules = _list_classes(self._trained.model)
         self._began_training = _list_trained(inventory)
         # Reading a loader's position creates its workers, which fixes the order of samples.
         asked = {name: each for name, each in self._trained.state.items() if not user_state.is_iterated(each)}
-        facts = {**inventory.facts, **self._trained.inventories.facts_of_step()}
+        facts = {**inventory.facts, **self._trained.inventories.facts_of_step(inventory.alike is None)}
         user_state.unpack(user_state.pack(asked, facts))
         device = accelerator_of(entry.tensor for entry in inventory.entries)
         return None if device is None else device.numa_node()
@@ -94,7 +97,7 @@ class Capturing:
             inventories = self._trained.inventories
             inventory = inventories.take()
             if not blob_bytes:
-                facts = {**inventory.facts, **inventories.facts_of_step()}
+                facts = {**inventory.facts, **inventories.facts_of_step(inventory.alike is None)}
                 blob_bytes = len(user_state.pack(self._trained.state, facts))
             self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
@@ -149,7 +152,7 @@ class Capturing:
         """Lists the state, and copies at once what may change before the next update: buffers, user blob."""
         inventories, state = self._trained.inventories, self._trained.state
         inventory = inventories.take()
-        facts = {**inventory.facts, **inventories.facts_of_step(), TRAINING: self.training}
+        facts = {**inventory.facts, **inventories.facts_of_step(inventory.alike is None), TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
         if found := inventories.attributes.changed_unsaved():
@@ -219,6 +222,11 @@ class Capturing:
         other = [name for name in began_with if now.get(name) != began_with[name]]
         # A restore brings buffers back that were added.
         other += (name for name, shape in now.items() if name not in began_with and len(shape) > 1)
+        # One that is added has no tensor, or was named above.
+        classes, began_modules = _list_classes(self._trained.model), self._began_modules
+        other += (
+            f"model/{name}" for name, kind in classes.items() if began_modules.get(name, kind) is not kind
+        )
         for index, (began, trained) in enumerate(
             zip(self._began_training, _list_trained(inventory), strict=True)
         ):
@@ -254,6 +262,11 @@ class Capturing:
 def _list_trained(inventory: Inventory) -> list[list[str]]:
     """Returns the class of each optimizer, and the names of its parameters."""
     return [[saved["class"], *saved["states"]] for saved in inventory.facts["optimizers"]]
+
+
+def _list_classes(model: torch.nn.Module) -> dict[str, type]:
+    """Returns the class of each module, by name."""
+    return {name: type(module) for name, module in model.named_modules()}
 
 
 _Shape = tuple[Any, ...]

@@ -108,9 +108,11 @@ class Inventories:
         self._remember(inventory, passing)
         return inventory
 
-    def facts_of_step(self) -> dict[str, Any]:
-        """Returns the facts that may change at each step, which snapshots and deltas store too."""
-        return {**self._settings(), ATTRIBUTES: self.attributes.state_dict()}
+    def facts_of_step(self, is_new: bool = False) -> dict[str, Any]:
+        """Returns the facts that may change at each step, which snapshots and deltas store too.
+
+        `is_new`: a module may have been replaced."""
+        return {**self._settings(), ATTRIBUTES: self.attributes.state_dict(is_new)}
 
     def _addresses(self, inventory: Inventory) -> list[Any]:
         """Returns the addresses of all tensors that modules hold or show; empty if not quickly known."""

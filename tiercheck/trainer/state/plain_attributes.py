@@ -98,8 +98,12 @@ class PlainAttributes:
         self._list()
         self.changed_unsaved()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the values that are others than at the beginning, and all generators' states, by name."""
+    def state_dict(self, is_new: bool = False) -> dict[str, Any]:
+        """Returns the values that are others than at the beginning, and all generators' states, by name.
+
+        `is_new`: an owner may have been replaced."""
+        if is_new:
+            self._list()
         try:
             seen = [id(owner[name]) for owner, name in self._held]
             if list(map(len, map(_attributes, self._owners))) != self._lengths:
