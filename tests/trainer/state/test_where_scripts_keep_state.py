@@ -322,6 +322,35 @@ def parameters_from_a_set() -> Script:
     return loop(model, AdamW(listed, lr=1e-2))
 
 
+class Evaluated(nn.Module):
+    """Its buffers are made and written in inference mode, as where only evaluations use them."""
+
+    mean: Tensor
+    last: Tensor
+    passing: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        with torch.inference_mode():
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("last", torch.zeros(0))
+            self.register_buffer("passing", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            self.mean += x.mean(0)
+            self.passing += x.mean(0)
+            self.last = x.mean(1)
+        done: Tensor = self.layer(x) * float(self.mean.sum() + self.passing.sum() + self.last.sum())
+        return done
+
+
+def buffers_of_evaluations() -> Script:
+    model = Evaluated()
+    return loop(model, adam(model.parameters()))
+
+
 def module_replaced() -> Script:
     """By one of the same class, whose rate is then annealed."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
@@ -352,6 +381,7 @@ EQUAL_ONES: dict[str, Callable[[], Script]] = {
     "numbers of modules": numbers_of_modules,
     "values of modules in many forms": values_in_many_forms,
     "module replaced": module_replaced,
+    "buffers of evaluations": buffers_of_evaluations,
     "cache and its length": with_a_cache(Cached),
     "cache and its keys": with_a_cache(CachedByLength),
     "object and whether it is made": with_a_cache(MadeAtFirst),

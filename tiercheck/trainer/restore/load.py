@@ -36,7 +36,7 @@ from tiercheck.trainer.state.capture import (
 )
 from tiercheck.trainer.state.inventories import FSDP2
 from tiercheck.trainer.state.slot_file import SlotReader, StoredTensors
-from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX
+from tiercheck.trainer.tensors.buffers import NON_PERSISTENT_PREFIX, take_memory
 from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import (
     PLAIN,
@@ -85,7 +85,7 @@ def load_all(trained: TrainedState, slot: SlotReader, facts: Mapping[str, Any]) 
     wanted = [(name, value, local) for name, (value, local) in targets.items()]
     for buffer, local in targets.values():
         if (shard := local_shard(buffer)).shape != local.shape or shard.stride() != local.stride():
-            buffer.set_(local)  # type: ignore[call-overload]
+            take_memory(buffer, local)
     present = _Present(optimizers, held)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         set_hyper_parameters(optimizer, saved["groups"], keys_given(facts, index))

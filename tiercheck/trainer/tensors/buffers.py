@@ -249,8 +249,14 @@ def take_shape(buffer: Tensor, shape: Sequence[int]) -> Tensor:
     if type(buffer) not in PLAIN:
         raise NotCapturable(f"a buffer of {type(buffer).__name__} cannot take the shape {tuple(shape)}")
     fresh = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
-    buffer.set_(fresh)  # type: ignore[call-overload]
+    take_memory(buffer, fresh)
     return fresh
+
+
+def take_memory(buffer: Tensor, fresh: Tensor) -> None:
+    """Gives a buffer the memory and the shape of a fresh tensor."""
+    with torch.inference_mode(buffer.is_inference()):
+        buffer.set_(fresh)  # type: ignore[call-overload]
 
 
 def _is_small(buffer: Tensor | None) -> bool:
@@ -265,4 +271,8 @@ def _copy_beside(value: Tensor, *modules: nn.Module) -> Tensor:
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
     """Returns a mark that changes when the buffer is replaced, or written in place."""
-    return _NOTHING if buffer is None else (id(buffer), write_count(buffer))
+    if buffer is None or not buffer.is_inference():
+        return _NOTHING if buffer is None else (id(buffer), buffer._version)
+    # It has no counter.
+    is_seen = type(buffer) in PLAIN and buffer.is_cpu and _is_small(buffer)
+    return id(buffer), Sampler().take([buffer]).sums[0] if is_seen else 0

@@ -194,7 +194,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def write(target: Tensor, value: Tensor) -> None:
     """Writes every element once: an expanded tensor (`Tensor.expand`) has some many times."""
     once = tuple(slice(None) if stride else slice(0, 1) for stride in target.stride())
-    target[once].copy_(value[once])
+    with torch.inference_mode(target.is_inference()):  # some buffers are made in an evaluation
+        target[once].copy_(value[once])
 
 
 @contextmanager
