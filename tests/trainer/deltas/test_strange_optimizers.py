@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,11 +379,15 @@ class Raises(nn.Linear):
     ("given", "message"),
     [
         (lambda model: (model, {"a": SGD(model.parameters())}, None), "str is no torch.optim.Optimizer"),
+        (
+            lambda model: (model, SimpleNamespace(optimizer=SGD(model.parameters())), None),
+            "such as a count of steps, belongs into `state`",
+        ),
         (lambda model: (model.state_dict(), SGD(model.parameters()), None), "not OrderedDict"),
         (lambda model: (model, SGD(model.parameters()), [{"a": 1}]), "and list"),
         (lambda model: (Raises(2, 2), SGD(model.parameters()), None), "LookupError: no state"),
     ],
-    ids=["optimizers by name", "no module", "state without names", "state_dict that raises"],
+    ids=["optimizers by name", "wrapper", "no module", "state without names", "state_dict that raises"],
 )
 def test_what_a_checkpointer_cannot_take_is_told_in_a_sentence(
     given: Callable[[nn.Module], Any], message: str, tmp_path: Path
@@ -390,3 +395,32 @@ def test_what_a_checkpointer_cannot_take_is_told_in_a_sentence(
     model, optimizer, state = given(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=message):
         Checkpointer(model, optimizer, state=state, folder=tmp_path)
+
+
+def test_function_in_a_group_is_told_before_training_with_what_to_keep_there(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = SGD([{"params": list(model.parameters()), "rate": lambda step: 1.0}])
+    checkpointer = Checkpointer(model, optimizer, folder=tmp_path)
+    with (
+        checkpointer,
+        pytest.raises(NotCapturable, match=r"groups/rate: .* could not be read back: keep its name"),
+    ):
+        checkpointer.restore()
+
+
+def test_weight_that_was_tied_on_the_way_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    def begin() -> tuple[nn.Sequential, Checkpointer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return model, Checkpointer(model, SGD(model.parameters()), folder=tmp_path, every=1)
+
+    model, checkpointer = begin()
+    with checkpointer:
+        checkpointer.restore()
+        model[1].weight = model[0].weight
+        checkpointer.step()
+    _, checkpointer = begin()
+    with (
+        checkpointer,
+        pytest.raises(ValueError, match=r"the script must remove it .* or tie it"),
+    ):
+        checkpointer.restore()

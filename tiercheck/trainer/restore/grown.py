@@ -58,8 +58,13 @@ def add_tensors(
 def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
     """Names the tensors that only the checkpoint or the script has, and what to do; empty: there are none."""
     more, fewer = sorted({*stored} - {*here}), sorted({*here} - {*stored})
+    if not more and fewer:
+        return (
+            f"{fewer[0]} is only in the model: the script must remove it before `restore`, or tie it to "
+            "another, as when that step was saved"
+        )
     if not more:
-        return f"{fewer[0]} is only in the model" if fewer else ""
+        return ""
     instead = f", which has {', '.join(fewer[:3])} instead" if fewer else ""
     others = f", like {len(more) - 1} more" if more[1:] else ""
     call = next((call for mark, call in _CALLS.items() if mark in more[0]), "the script must add it")

@@ -230,7 +230,7 @@ def _model(
             piece = here.shares.shard(name, local if type(value) in PLAIN else value)
             yield _Wanted(name, local, piece, trained)
         elif key not in extra:
-            raise DifferentState(f"{prefix}{key} is only in the model")
+            raise DifferentState(describe_difference((), [f"{prefix}{key}"]))
 
 
 def _having(index: int, optimizer: Optimizer, model: nn.Module, others: SavedRanks) -> set[int]:
@@ -344,7 +344,7 @@ def _plan(wanted: Sequence[_Wanted], others: SavedRanks, rank: int) -> _Plan:
     for each in wanted:
         sources = others.sources(each.name, rank)
         if not sources:
-            raise DifferentState(f"{each.name} is only in the model")
+            raise DifferentState(describe_difference((), [each.name]))
         piece = each.piece or Piece.whole(each.local.shape)
         saved, dtype = sources[0][1].shape, others.dtype(each.name)
         if (saved, dtype) != (piece.shape, each.local.dtype):

@@ -140,7 +140,8 @@ def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the Checkpointer the one inside"
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the Checkpointer the one inside; "
+            "what a wrapper keeps of its own, such as a count of steps, belongs into `state`"
         )
     outer = None
     while "_optimizer_step_pre_hooks" not in vars(optimizer):

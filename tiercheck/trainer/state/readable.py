@@ -338,6 +338,7 @@ def check_readable(value: Any, name: str, within: frozenset[int] = frozenset()) 
     except Exception as error:  # pickle can raise anything
         raise NotCapturable(
             f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back"
+            f"{': keep its name there, by which the script finds it' if callable(value) else ''}"
         ) from error
     if isinstance(value, torch.Tensor) or not (hasattr(value, "__iter__") or hasattr(value, "__dict__")):
         _seen.add(kind)
