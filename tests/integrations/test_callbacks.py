@@ -203,3 +203,65 @@ def test_sampler_that_is_given_its_epoch_goes_on_in_the_order_of_that_epoch(tmp_
 
     whole = fit("whole")
     assert fit("lost", 8) + fit("lost") == whole
+
+
+@pytest.mark.parametrize("lost_at", [2, 4])
+def test_dataset_that_draws_goes_on_with_the_numbers_that_it_would_have_drawn(
+    tmp_path: Path, lost_at: int
+) -> None:
+    """Without workers a batch is augmented in the training process, before Lightning's first hook for it."""
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import Dataset, SequentialSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tiercheck.integrations.lightning import TierCheck
+
+    class Lost(Exception):
+        pass
+
+    class Noisy(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return index + torch.rand(1)
+
+    class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, lost_at: int, note: Callable[[list[float]], None]) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.lost_at, self.note = lost_at, note
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            if self.global_step == self.lost_at:
+                raise Lost
+            self.note(batch.flatten().tolist())
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def fit(folder: str, lost_at: int = -1) -> list[list[float]]:
+        torch.manual_seed(0)
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            callbacks=[TierCheck(folder=tmp_path / folder, every=1)],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            logger=False,
+        )
+        drawn: list[list[float]] = []
+        data = Noisy()
+        loader = StatefulDataLoader(
+            data, batch_size=4, sampler=SequentialSampler(data), generator=torch.Generator()
+        )
+        if lost_at < 0:
+            trainer.fit(Line(lost_at, drawn.append), loader)
+        else:
+            with pytest.raises(Lost):
+                trainer.fit(Line(lost_at, drawn.append), loader)
+        return drawn
+
+    whole = fit("whole")
+    assert fit("lost", lost_at) + fit("lost") == whole

@@ -142,11 +142,30 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             # The loaders' iterators draw seeds before the first batch, which they would not have done in
             # mid-epoch.
             self._drawn = user_state.random_state()
+            self._draw_before_fetch(trainer.fit_loop.epoch_loop)
             # Made by a LearningRateFinder: only a loader that is made now gets its position.
             loop = trainer.fit_loop
             loop._combined_loader = None
             loop._load_combined_loader_states = functools.partial(self._load_loaders, loop)
             self._forget_ckpt_path(trainer)
+
+    def _draw_before_fetch(self, loop: Any) -> None:
+        """Puts random numbers back before the first batch is fetched: a dataset may draw to augment it."""
+        loop.__dict__.pop("_on_before_fetch", None)  # of an attempt that ended before it
+        begin = loop._on_before_fetch
+
+        def on_before_fetch() -> None:
+            loop.__dict__.pop("_on_before_fetch", None)
+            if not self.between_epochs:
+                self._put_back_drawn()
+            begin()
+
+        loop._on_before_fetch = on_before_fetch
+
+    def _put_back_drawn(self) -> None:
+        if self._drawn is not None:
+            user_state.set_random_state(self._drawn)
+            self._drawn = None
 
     def _load_loaders(self, loop: Any) -> None:
         """Loads positions after samplers have their epoch, which Lightning sets when their order is fixed."""
@@ -210,9 +229,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             fetcher = trainer.fit_loop._data_fetcher
             if all(hasattr(each, "state_dict") for each in fetcher.combined_loader.flattened):
                 next(fetcher.iterator, None)
-            if self._drawn is not None:
-                user_state.set_random_state(self._drawn)
-                self._drawn = None
+            self._put_back_drawn()
             iter(fetcher)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -225,9 +242,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         trainer.fit_loop._restarting = False  # or schedules of epoch metrics would miss the end of this epoch
-        if self._drawn is not None:
-            user_state.set_random_state(self._drawn)
-            self._drawn = None
+        self._put_back_drawn()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
