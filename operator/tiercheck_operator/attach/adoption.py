@@ -24,12 +24,15 @@ from tiercheck_operator.attach.trust import CertificateManager
 from tiercheck_operator.attach.webhook import POLICIES, Admission, Webhook
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure
-from tiercheck_operator.kubernetes.client import BACKOFF, Kube, ObjectMetadata
+from tiercheck_operator.kubernetes.client import Kube, ObjectMetadata, backoff
 from tiercheck_operator.kubernetes.events import ObjectEvents
 from tiercheck_operator.model.observed import JobView, PodView
 from tiercheck_operator.model.serialization import to_api
 
 log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 10.0
+"""Seconds until it is checked again that a new job is known."""
 
 
 class Adoption:
@@ -82,7 +85,7 @@ class Adoption:
                         {**to_api(owner), "namespace": namespace}, NOT_ATTACHED, str(error)
                     )
                 failures += 1
-            await asyncio.sleep(BACKOFF[min(failures, len(BACKOFF) - 1)] if failures else BACKOFF[-1])
+            await asyncio.sleep(backoff(failures) if failures else _LOOK_EVERY)
 
     async def _try(self, namespace: str, attachment: Attachment) -> None:
         owner = attachment.owner

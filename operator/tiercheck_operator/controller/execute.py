@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -21,7 +21,7 @@ from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes import api_server
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
-from tiercheck_operator.kubernetes.client import BACKOFF, Kube, NameTaken
+from tiercheck_operator.kubernetes.client import Kube, NameTaken, backoff
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
@@ -55,7 +55,7 @@ _AT_ONCE = 16
 _PUSHES_AT_ONCE = 64
 """The number of directives sent at once: a sidecar that does not answer blocks its place for seconds."""
 _MADE_AT_ONCE = 3
-"""The number of times that a pod of one name is made without a pause."""
+"""The number of pods of one name that are made before they count as deleted by others."""
 _LONGEST_NOTE = 1024
 """The maximum number of characters of an annotation."""
 _PODS_STRICTLY = replace(api_server.PODS, plural="pods?fieldValidation=Strict")
@@ -71,10 +71,7 @@ class Executor:
         self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
-        self._gone: set[str] = set()
-        """The UIDs of unseen pods that are not there."""
-        self._made: dict[str, tuple[int, float]] = {}
-        """The number of times that each pod was made, and the monotonic time of the last."""
+        self.refusals = RefusalMemory()
 
     async def run(
         self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None
@@ -175,35 +172,18 @@ class Executor:
             who, prefer = (action.worker, action.incarnation), action.prefer
             pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
-        self._wait_if_it_vanishes(pod["metadata"]["name"])
+        name = pod["metadata"]["name"]
         try:
             made = await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
         except ApiFailure as error:
-            if not (error.conflict and await self._is_late_news(job, pod["metadata"]["name"])):
+            if not (error.conflict and await self._is_late_news(job, name)):
                 raise
         else:
             failpoint("after-pod-create")
             if not _has_identity(job, made):
                 await self._remove_unrecognizable(job, made)
-            name = pod["metadata"]["name"]
-            self._made[name] = self._made.get(name, (0, 0.0))[0] + 1, time.monotonic()
             log.info("%s/%s: created pod %s", job.namespace, job.name, name)
-
-    def _wait_if_it_vanishes(self, name: str) -> None:
-        """Raises ApiFailure if others delete each pod of this name, until the next one is due.
-
-        A pod that is lost otherwise is still there, or in the placement, so the next one has another name."""
-        times, last = self._made.get(name, (0, 0.0))
-        if times < _MADE_AT_ONCE:
-            return
-        left = last + BACKOFF[min(times - _MADE_AT_ONCE, len(BACKOFF) - 1)] - time.monotonic()
-        if left > 0:
-            why = (
-                f"Pod {name} is made again and again, and is gone at once each time; TierCheck does not "
-                "delete it. Look for the policy, controller or user that does (the "
-                "API server's audit log), and exempt pods of TierCheckJobs"
-            )
-            raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why, retry_after=left)
+            self.refusals.note_made(name)
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
         """Returns whether the pod exists, and only our view, which may be a moment old, lacks it.
@@ -266,7 +246,7 @@ class Executor:
         found = found or await self._kube.delete(
             api_server.PODS, job.namespace, action.name, uid=action.uid, grace=grace
         )
-        self._made.pop(action.name, None)
+        self.refusals.made.pop(action.name, None)
         # Our view of the pods may be a moment old: a deletion requested twice is reported once.
         if found and (action.uid, action.force) not in self._told:
             self._told.add((action.uid, action.force))
@@ -278,13 +258,13 @@ class Executor:
         """Returns whether the pod exists and belongs to the job, whatever its labels.
 
         Its name and UID are from the placement, which any user of the namespace may have written."""
-        if action.uid in self._gone:
+        if action.uid in self.refusals.absent:
             return False
         found = await self._kube.find(api_server.PODS, job.namespace, action.name)
         metadata = found["metadata"] if found is not None else {}
         owners = {owner.get("uid") for owner in metadata.get("ownerReferences") or []}
         there = metadata.get("uid") == action.uid and job.uid in owners
-        self._gone |= set() if there else {action.uid}
+        self.refusals.absent |= set() if there else {action.uid}
         return there
 
     def take_deleted_pods(self) -> list[DeletePod]:
@@ -313,6 +293,24 @@ class RefusalMemory:
     def __init__(self) -> None:
         self.known: Mapping[int | str, Refusal] = {}
         self.names_taken: frozenset[str] = frozenset()
+        self.absent: set[str] = set()
+        """The UIDs of unseen pods that are not there."""
+        self.made: Counter[str] = Counter()
+        """The number of pods made by name, since one of the name was last deleted by this operator."""
+
+    def note_made(self, name: str) -> None:
+        """Counts a new pod. Raises ApiFailure, with a pause, if others have deleted each one of its name.
+
+        A pod that is lost otherwise is still there, or in the placement, so the next one has another name."""
+        self.made[name] += 1
+        again = self.made[name] - _MADE_AT_ONCE
+        if again > 0:
+            why = (
+                f"Pod {name} is made again and again, and is gone at once each time; TierCheck does not "
+                "delete it. Look for the policy, controller or user that does (the "
+                "API server's audit log), and exempt pods of TierCheckJobs"
+            )
+            raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why, retry_after=backoff(again))
 
     def due(self, actions: Iterable[Action], now: float) -> list[Action]:
         """Returns the actions that need not wait after a refusal; pods wait while what they need waits."""
@@ -342,7 +340,7 @@ class RefusalMemory:
         }
         for subject, error in failed.items():
             tries = before[subject].tries + 1 if subject in before else 1
-            pause = max(BACKOFF[min(tries, len(BACKOFF)) - 1], error.retry_after or 0.0)
+            pause = max(backoff(tries), error.retry_after or 0.0)
             if isinstance(error, NameTaken) and len(self.names_taken) < _NAMES:
                 self.names_taken |= {error.name}
                 pause = 0.0  # the next name is tried at once

@@ -20,12 +20,12 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
-from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor, RefusalMemory
+from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
-from tiercheck_operator.kubernetes.client import BACKOFF, Kube
+from tiercheck_operator.kubernetes.client import Kube, backoff
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.owned_objects import (
     ClusterIdentity,
@@ -115,7 +115,6 @@ class JobLoop:
         )
         self._events = EventPoster(reconciler_context.kube)
         self._object_events = ObjectEvents(reconciler_context.kube)
-        self._refusals = RefusalMemory()
         self._kubelets: Mapping[str, float] = {}
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
@@ -190,14 +189,14 @@ class JobLoop:
                 raise
             except ApiFailure as error:
                 self._context.metrics.reconcile_failed("conflict" if error.conflict else "api")
-                delay = self._after_failure(error)
                 self._failures += 1
+                delay = self._after_failure(error)
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
                 self._context.metrics.reconcile_failed("bug")
                 log.exception("%s: reconcile failed", self.named)
-                delay = BACKOFF[min(self._failures, len(BACKOFF) - 1)]
                 self._failures += 1
+                delay = backoff(self._failures)
             self.began, took = None, asyncio.get_running_loop().time() - began
             self._context.metrics.reconciled(took)
             await asyncio.sleep(
@@ -223,7 +222,7 @@ class JobLoop:
         A conflict means that it was written since it was read; with 404, the job itself may be gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
         self._maybe_outdated = self._maybe_outdated or error.conflict or error.not_found
-        return max(BACKOFF[min(self._failures, len(BACKOFF) - 1)], error.retry_after or 0.0)
+        return max(backoff(self._failures), error.retry_after or 0.0)
 
     def _note_failures(self, failures: Iterable[tuple[Action, ApiFailure]]) -> None:
         for failure in {str(error): error for _, error in failures}.values():
@@ -274,7 +273,7 @@ class JobLoop:
         reconciler_context.places[self.key[0], self.uid] = frozenset(
             place.node for place in (decision.status or job.status).places
         )
-        refusals, now = self._refusals, observation.now
+        refusals, now = self._executor.refusals, observation.now
         try:
             failures = await self._executor.run(job, refusals.due(decision.before, now), self._sidecars)
         except Exception as error:
@@ -397,8 +396,8 @@ class JobLoop:
             gang_problem=self._owned_objects.gang_problem,
             kubelets=self._kubelets,
             owner_size=self._owner_size,
-            refused=self._refusals.known,
-            names_taken=self._refusals.names_taken,
+            refused=self._executor.refusals.known,
+            names_taken=self._executor.refusals.names_taken,
             budget=self._owned_objects.budget,
             budget_problem=self._owned_objects.budget_problem,
         )

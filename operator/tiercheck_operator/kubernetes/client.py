@@ -44,8 +44,13 @@ _LISTED_AT_ONCE = 200
 """The number of objects per page: the metadata of each takes some KiB."""
 _BUSY_TRIES = 4
 """The number of times that a call is sent if the server is too busy."""
-BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds until the next try, by the number of failures so far."""
+
+
+def backoff(failures: int) -> float:
+    """Returns the seconds until the next try after so many failures in a row, at least one."""
+    return _BACKOFF[min(failures, len(_BACKOFF)) - 1]
 
 
 class NameTaken(ApiFailure):

@@ -199,7 +199,7 @@ async def test_loop_ends_with_its_job_even_if_news_came_at_the_same_moment(betwe
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are followed up at once."""
-    monkeypatch.setattr("tiercheck_operator.controller.reconciler.BACKOFF", (0.0,))
+    monkeypatch.setattr("tiercheck_operator.kubernetes.client._BACKOFF", (0.0,))
 
 
 @pytest.mark.usefixtures("hurried")

@@ -193,12 +193,9 @@ async def test_pod_that_admission_made_unrecognizable_is_deleted_and_told_as_a_r
     assert (memory.names_taken, memory.known[0].told) == (frozenset(), True)
 
 
-async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told() -> None:
     server, memory, action = ApiModel(), RefusalMemory(), CreatePod(0, 0, ())
     work, told, said, now = executor(server), list[bool](), list[str](), 0.0
-    monkeypatch.setattr("tiercheck_operator.controller.execute.time.monotonic", lambda: now)
     while now < 60.0:
         memory.note([action], await work.run(World().observe().job, memory.due([action], now), None), now)
         server.objects.clear()
