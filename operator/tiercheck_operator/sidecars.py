@@ -14,7 +14,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -171,6 +171,28 @@ class Lines:
             await self.session.close()
 
 
+_UNHEARD = WorkerReport(None, None, None)
+
+
+@dataclass(eq=False)
+class FollowedSidecar:
+    """The sidecar of one pod: its newest report, and the calls to it under way."""
+
+    uid: str
+    host: str
+    signature: str
+    """The operator's signature of the pod."""
+    known: WorkerReport = _UNHEARD
+    again: bool = False
+    """True if it is to be called at once."""
+    size: int = 0
+    """Bytes of its newest answer that are kept."""
+    listening: asyncio.Task[None] | None = None
+    asking: asyncio.Task[None] | None = None
+    waiting: asyncio.Timeout | None = None
+    """The timeout of the long poll under way. It expires when a short call has failed."""
+
+
 class JobSidecars:
     """The sidecars of one job. Use inside a running event loop; `close` ends all calls."""
 
@@ -190,55 +212,39 @@ class JobSidecars:
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
         self._believed, self._token = _only(credentials), f"Bearer {credentials.token}"
         self._signer = Signer(job_uid, credentials.operator_key)
-        self._of_pod: dict[str, str] = {}
-        """The operator's signature of each pod, by host."""
         self._lines, self._shares_lines = lines or Lines(), lines is not None
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
-        self._hosts: dict[str, str] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._followed: dict[str, FollowedSidecar] = {}
+        """The followed sidecars, by pod UID."""
         self._silent: set[str] = set()
-        self._again: set[str] = set()
-        """UIDs of pods to call at once."""
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, asyncio.Timeout] = {}
-        """The timeouts of long polls under way. One expires when a short call has failed."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
         self._holdings = True
-        self._reports: dict[str, WorkerReport] = {}
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
-        self._sizes: dict[str, int] = {}
-        """Bytes of the newest answer of each host."""
         self._snapshot = 0
         """Bytes of the largest snapshot that any worker has reported."""
 
     @property
     def reports(self) -> Mapping[str, WorkerReport]:
         """The newest report of each followed pod, by UID."""
-        return dict(self._reports)
+        return {uid: each.known for uid, each in self._followed.items()}
 
     def follow(self, hosts: Mapping[str, str]) -> None:
         """Polls exactly these pods from now on: UID to address (`protocol.address`)."""
-        for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
-            for task in (self._tasks.pop(uid), self._asking.pop(uid, None)):
+        for each in [each for each in self._followed.values() if hosts.get(each.uid) != each.host]:
+            for task in (each.listening, each.asking):
                 if task is not None:
                     task.cancel()
-            self._skew.forget(self._hosts[uid])
-            self._of_pod.pop(self._hosts[uid], None)
-            self._sizes.pop(self._hosts[uid], None)
-            self._lines.kept.discard(self._hosts[uid])
-            self._again.discard(uid)
-            self._silent.discard(uid)
-            for table in (self._hosts, self._waiting, self._reports):
-                table.pop(uid, None)
+            self._skew.forget(each.host)
+            self._lines.kept.discard(each.host)
+            self._silent.discard(each.uid)
+            del self._followed[each.uid]
         for uid, host in hosts.items():
-            if uid not in self._hosts:
-                self._hosts[uid] = host
-                self._of_pod[host] = self._signer.sign_pod(uid)
+            if uid not in self._followed:
+                each = self._followed[uid] = FollowedSidecar(uid, host, self._signer.sign_pod(uid))
                 if len(self._lines.kept) < _MOST_KEPT:
                     self._lines.kept.add(host)
-                self._reports[uid] = WorkerReport(None, None, None)
-                self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
+                each.listening = asyncio.create_task(self._listen(each), name=f"sidecar {host}")
 
     def want_holdings(self, wanted: bool) -> None:
         """Sets whether reports include holdings. Once they do, sidecars without a current list are called at
@@ -246,58 +252,50 @@ class JobSidecars:
         if wanted == self._holdings:
             return
         self._holdings = wanted
-        for uid, known in self._reports.items():
+        for each in self._followed.values():
+            known = each.known
             if wanted and known.holdings_at is None:
-                self.probe(uid)
+                self.probe(each.uid)
             elif not wanted and known.report is not None and known.report.holdings:
-                self._reports[uid] = replace(known, report=_without_holdings(known.report), held_at=None)
+                each.known = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
         """Requests a report now, beside the long poll under way. Silent sidecars are called repeatedly in any
         case."""
-        if uid in self._hosts and uid not in self._silent:
-            self._again.add(uid)
-            if uid not in self._asking:
-                self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
+        each = self._followed.get(uid)
+        if each is not None and uid not in self._silent:
+            each.again = True
+            if each.asking is None:
+                each.asking = asyncio.create_task(self._ask(each))
 
     async def push(self, uid: str, directive: Directive) -> None:
         """Sends the sidecar its directive. Raises SidecarError.
 
         A first attempt goes to all workers at once and can afford another handshake, so its connections
         close."""
-        host = self._hosts.get(uid)
-        if host is None:
+        each = self._followed.get(uid)
+        if each is None:
             raise SidecarError(f"pod {uid} is not followed")
-        directive = replace(directive, signature=self._signer.sign_attempt(directive.attempt))
-        self._heard(
-            uid,
-            await self._request(
-                "PUT",
-                host,
-                "/v1/directive",
-                body=self._directives.encode(directive),
-                query=_BARE,
-                seconds=self._call,
-                keeps=directive.attempt > 1,
-            ),
-        )
+        signed = replace(directive, signature=self._signer.sign_attempt(directive.attempt))
+        body, keeps = self._directives.encode(signed), directive.attempt > 1
+        self._heard(each, await self._request(each, _BARE, self._call, body=body, keeps=keeps))
 
     async def close(self) -> None:
         """Stops polling."""
-        tasks = [*self._tasks.values(), *self._asking.values()]
+        tasks = [task for each in self._followed.values() for task in (each.listening, each.asking) if task]
         self.follow({})
         await asyncio.gather(*tasks, return_exceptions=True)
         if not self._shares_lines:
             await self._lines.close()
 
-    async def _listen(self, uid: str, host: str) -> None:
+    async def _listen(self, each: FollowedSidecar) -> None:
         serial, wait = -1, 0.0
         while True:
             due = self._clock() + wait
             try:
-                report = await self._poll_unless_in_vain(uid, host, serial, wait)
+                report = await self._poll_unless_in_vain(each, serial, wait)
                 if report is not None:
-                    self._heard(uid, report)
+                    self._heard(each, report)
                     if wait == 0:
                         self._wake()  # a reconcile waits for this answer even if nothing changed
                     serial, (wait, pause) = report.serial, self._pace()
@@ -307,74 +305,66 @@ class JobSidecars:
             except SidecarError as error:
                 now = self._clock()
                 due = max(due, now - self._call)  # before that the call may have waited for its turn
-                self._not_heard(uid, error, min(due, now), error.sign or await _knock(host))
-                known = self._reports.get(uid)
-                never = known is None or known.answered_at is None
-                pause = max(_FIRST_RETRY if never else _RETRY, len(self._silent) / _RETRIES_PER_SECOND)
+                self._not_heard(each, error, min(due, now), error.sign or await _knock(each.host))
+                retry = _FIRST_RETRY if each.known.answered_at is None else _RETRY
+                pause = max(retry, len(self._silent) / _RETRIES_PER_SECOND)
                 serial, wait = -1, 0.0
             await asyncio.sleep(pause)
 
     def _pace(self) -> tuple[float, float]:
         """Returns seconds that a long poll waits, and that pass until the next. Both grow with the
         workers."""
-        many = len(self._hosts)
+        many = len(self._followed)
         return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
-    async def _poll_unless_in_vain(self, uid: str, host: str, serial: int, wait: float) -> Report | None:
+    async def _poll_unless_in_vain(self, each: FollowedSidecar, serial: int, wait: float) -> Report | None:
         """Returns the next report; None if a short call failed in the meantime."""
         if wait == 0:
-            return await self._get_all(uid, host, polls=True)
-        query = {"after": str(serial), "wait": f"{wait:g}", **self._query(uid)}
-        seconds = wait + self._call
+            return await self._get_all(each, polls=True)
+        query = {"after": str(serial), "wait": f"{wait:g}", **self._query(each.known)}
         try:
-            async with asyncio.timeout(None) as waiting:
-                self._waiting[uid] = waiting
-                return await self._request(
-                    "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=True
-                )
+            async with asyncio.timeout(None) as each.waiting:
+                return await self._request(each, query, wait + self._call, polls=True)
         except TimeoutError:
             return None
         finally:
-            if self._waiting.get(uid) is waiting:
-                del self._waiting[uid]
+            each.waiting = None
 
-    async def _ask(self, uid: str, host: str) -> None:
+    async def _ask(self, each: FollowedSidecar) -> None:
         """Requests reports one after the other, as long as another one was requested by `probe`."""
         try:
-            while uid in self._again:
-                self._again.discard(uid)
+            while each.again:
+                each.again = False
                 asked = self._clock()
                 try:
-                    self._heard(uid, await self._get_all(uid, host))
+                    self._heard(each, await self._get_all(each))
                     self._wake()
                 except SidecarError as error:
                     # The call may have waited for its turn before.
                     asked = max(asked, self._clock() - min(_AT_ONCE, self._call))
-                    self._not_heard(uid, error, asked, error.sign or await _knock(host))
-                    if (waiting := self._waiting.pop(uid, None)) is not None:
-                        waiting.reschedule(0)
+                    self._not_heard(each, error, asked, error.sign or await _knock(each.host))
+                    if each.waiting is not None:
+                        each.waiting.reschedule(0)
+                        each.waiting = None
         finally:
-            if self._asking.get(uid) is asyncio.current_task():
-                del self._asking[uid]
+            each.asking = None
 
-    async def _get_all(self, uid: str, host: str, polls: bool = False) -> Report:
+    async def _get_all(self, each: FollowedSidecar, polls: bool = False) -> Report:
         """Returns the current report. Calls take turns; silent sidecars have turns of their own."""
-        query = {"after": "-1", "wait": "0", **self._query(uid)}
+        query = {"after": "-1", "wait": "0", **self._query(each.known)}
         seconds = min(_AT_ONCE, self._call)
         async with contextlib.AsyncExitStack() as turn:
-            if uid in self._silent:
+            if each.uid in self._silent:
                 await turn.enter_async_context(self._gate_of_silent)
             else:
                 await turn.enter_async_context(self._gate)
                 await turn.enter_async_context(self._lines.take_turn())
-            request = asyncio.ensure_future(
-                self._request("GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls)
-            )
+            request = asyncio.ensure_future(self._request(each, query, seconds, polls=polls))
             knock: asyncio.Task[HostProbe] | None = None
             try:
                 # Probed while the answer is late, not afterwards: a recovery may wait for the result.
                 if not (await asyncio.wait([request], timeout=max(0.0, seconds - _KNOCK)))[0]:
-                    knock = asyncio.create_task(_knock(host))
+                    knock = asyncio.create_task(_knock(each.host))
                 return await request
             except SidecarError as error:
                 error.sign = await knock if knock is not None else None
@@ -384,15 +374,14 @@ class JobSidecars:
                     if task is not None:
                         task.cancel()
 
-    def _query(self, uid: str) -> Mapping[str, str]:
+    def _query(self, known: WorkerReport) -> Mapping[str, str]:
         """Returns the query of a request for a report.
 
         It names the holdings that are known, or that none are wanted; and to a sidecar without snapshots,
         such as a spare's, the size of the other workers' snapshots."""
-        known, query = self._reports.get(uid), dict(_BARE)
-        report = known.report if known is not None else None
+        report, query = known.report, dict(_BARE)
         if self._holdings:
-            is_known = report is not None and known is not None and known.holdings_at is not None
+            is_known = report is not None and known.holdings_at is not None
             query = {"held": f"{report.instance}.{report.held}"} if is_known and report is not None else {}
         if self._snapshot and (report is None or not report.memory.snapshot):
             query["snapshot"] = str(self._snapshot)
@@ -400,25 +389,26 @@ class JobSidecars:
 
     async def _request(
         self,
-        method: str,
-        host: str,
-        path: str,
-        *,
-        body: Sequence[bytes],
+        each: FollowedSidecar,
         query: Mapping[str, str],
         seconds: float,
+        *,
+        body: Sequence[bytes] = (),
         polls: bool = False,
         keeps: bool = True,
     ) -> Report:
-        """Makes one call. `body`: in parts. `polls`: uses the connection of long polls. `keeps`: another
-        connection may stay open for more calls. Raises SidecarError."""
+        """Requests a report, or sends a directive. `body`: the directive, in parts. Raises SidecarError.
+
+        `polls`: uses the connection of long polls. `keeps`: another connection may stay open for more
+        calls."""
+        host, length = each.host, sum(map(len, body))
+        method, path = ("PUT", "/v1/directive") if body else ("GET", "/v1/report")
         url = f"https://{join_address(*endpoint(host, names.CONTROL_PORT))}{path}"
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {"Authorization": self._token, signing.HEADER: self._of_pod.get(host, "")}
+        headers = {"Authorization": self._token, signing.HEADER: each.signature}
         if not polls and not (keeps and host in self._lines.kept):
             headers["Connection"] = "close"
-        length = sum(map(len, body))
-        if length:
+        if body:
             headers |= {"Content-Type": "application/json", "Content-Length": str(length)}
         try:
             async with self._lines.session.request(
@@ -444,37 +434,38 @@ class JobSidecars:
         except Exception as error:  # whatever a sidecar answers, it is called again
             what = f"{host} does not answer: {type(error).__name__} {error}"
             raise SidecarError(what, _failure_of(error)) from error
-        return self._accept(host, text, ahead)
+        return self._accept(each, text, ahead)
 
-    def _accept(self, host: str, text: bytes, ahead: float) -> Report:
+    def _accept(self, each: FollowedSidecar, text: bytes, ahead: float) -> Report:
         """Returns the report in an answer, without its lists where all answers of the job together are too
         large. Raises SidecarError."""
         try:
             report = read_report(text)
         except Malformed as error:
-            raise SidecarError(f"{host} sent no report: {error}") from error
+            raise SidecarError(f"{each.host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
-            raise SidecarError(f"{host} belongs to another job")
-        report, size = clamp_report(to_operator_clock(self._signer.without_hearsay(report), ahead)), len(text)
-        others = sum(self._sizes.values()) - self._sizes.get(host, 0)
-        allowed = _OF_JOB + _OF_SIDECAR * len(self._hosts)
-        self._sizes[host] = size if others + size <= allowed else 0
-        if self._sizes[host] == size:
+            raise SidecarError(f"{each.host} belongs to another job")
+        report = clamp_report(to_operator_clock(self._signer.without_hearsay(report), ahead))
+        each.size = 0
+        size = len(text) + sum(other.size for other in self._followed.values())
+        allowed = _OF_JOB + _OF_SIDECAR * len(self._followed)
+        if size <= allowed:
+            each.size = len(text)
             return report
         return without_lists(
             report,
-            f"The sidecars of this job report {others + size} bytes together, {allowed} are the most; "
+            f"The sidecars of this job report {size} bytes together, {allowed} are the most; "
             f"the lists of worker {report.worker} are not used. See what it keeps or delete it.",
         )
 
-    def _heard(self, uid: str, report: Report) -> None:
-        known = self._reports.get(uid)
-        if known is None:
+    def _heard(self, each: FollowedSidecar, report: Report) -> None:
+        if self._followed.get(each.uid) is not each:
             return
-        now, before = self._clock(), known.report
-        if report.pod_uid != uid:
+        known, now = each.known, self._clock()
+        before = known.report
+        if report.pod_uid != each.uid:
             other = SidecarError("another pod answers at this address", "answered by another pod")
-            self._not_heard(uid, other, now, HostProbe.NOTHING)
+            self._not_heard(each, other, now, HostProbe.NOTHING)
             return
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
@@ -486,31 +477,27 @@ class JobSidecars:
             known_at = known.holdings_at
             held_at = now if known_at is not None and report.held == before.held else known_at
             report = replace(report, holdings=before.holdings, held=before.held)
-        self._silent.discard(uid)
+        self._silent.discard(each.uid)
         self._snapshot = max(self._snapshot, report.memory.snapshot)
         stepped = now if _stepped(before, report) else known.stepped_at
-        self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
+        each.known = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
         if before != report or known.silent_since is not None:
             self._wake()
 
-    def _not_heard(self, uid: str, why: SidecarError, since: float, sign: HostProbe) -> None:
+    def _not_heard(self, each: FollowedSidecar, why: SidecarError, since: float, sign: HostProbe) -> None:
         """Records a failed call. `since`: when an answer was due; `sign`: the reaction of its host to a
         probe."""
-        known = self._reports.get(uid)
-        if known is None:
+        if self._followed.get(each.uid) is not each:
             return
-        self._silent.add(uid)
+        known = each.known
+        self._silent.add(each.uid)
+        failing = replace(known, host=sign, failure=why.failure)
         if known.silent_since is None:
-            log.log(
-                logging.INFO if known.answered_at else logging.DEBUG,
-                "sidecar of pod %s is silent: %s",
-                uid,
-                why,
-            )
-            self._reports[uid] = replace(known, silent_since=since, host=sign, failure=why.failure)
-            self._wake()
-        elif (known.host, known.failure) != (sign, why.failure):
-            self._reports[uid] = replace(known, host=sign, failure=why.failure)
+            level = logging.INFO if known.answered_at else logging.DEBUG
+            log.log(level, "sidecar of pod %s is silent: %s", each.uid, why)
+            failing = replace(failing, silent_since=since)
+        if failing != known:
+            each.known = failing
             self._wake()
 
 

@@ -59,7 +59,7 @@ from tiercheck_operator.planning.recovery import availability
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 from tiercheck_operator.report_bounds import MOST, clamp_report, to_operator_clock
-from tiercheck_operator.sidecars import JobSidecars, read_report
+from tiercheck_operator.sidecars import FollowedSidecar, JobSidecars, read_report
 
 MIB = 2**20
 
@@ -198,10 +198,10 @@ def test_newest_reports_stay_small_whatever_is_in_them(kind: str) -> None:
     """A megabyte for each sidecar."""
     client, text = JobSidecars("job-uid", CREDENTIALS, lambda: None), HEAVY[kind]()
     assert 200_000 < len(text) <= sidecars._MOST_BODY
-    client._hosts = {f"{number}": f"{number}" for number in range(16)}
+    client._followed = {f"{number}": FollowedSidecar(f"{number}", f"{number}", "") for number in range(16)}
     tracemalloc.start()
     try:
-        kept = [client._accept(host, text, 0.0) for host in client._hosts]
+        kept = [client._accept(each, text, 0.0) for each in client._followed.values()]
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] < len(kept) * MIB
     finally:

@@ -45,6 +45,7 @@ from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostProbe
 from tiercheck_operator.sidecars import (
     DirectiveEncoder,
+    FollowedSidecar,
     JobSidecars,
     Lines,
     SidecarError,
@@ -225,11 +226,12 @@ async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
 async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: JobSidecars) -> None:
     report = some_report()
     listening.follow({report.pod_uid: HOST})
-    listening._heard(report.pod_uid, report)
-    listening._heard(report.pod_uid, dataclasses.replace(report, serial=report.serial - 1, revision="older"))
+    followed = listening._followed[report.pod_uid]
+    listening._heard(followed, report)
+    listening._heard(followed, dataclasses.replace(report, serial=report.serial - 1, revision="older"))
     assert heard(listening, report.pod_uid) == report
     restarted = dataclasses.replace(report, serial=1, instance="another")
-    listening._heard(report.pod_uid, restarted)
+    listening._heard(followed, restarted)
     assert heard(listening, report.pod_uid) == restarted
 
 
@@ -237,9 +239,9 @@ async def test_polls_of_many_workers_are_longer_and_rest_between_two_answers() -
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None, poll_seconds=5.0)
     paces = []
     for workers in (4, 64, 2000, 4000):
-        client._hosts = {str(worker): HOST for worker in range(workers)}
+        client._followed = {f"{n}": FollowedSidecar(f"{n}", HOST, "") for n in range(workers)}
         paces.append(client._pace())
-    client._hosts = {}
+    client._followed = {}
     await client.close()
     assert paces == [(5.0, 0.05), (5.0, 0.05), (5.0, 0.5), (10.0, 1.0)]
 
