@@ -13,7 +13,7 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -73,14 +73,22 @@ class Server:
 
     async def create(self, where: ApiResource, namespace: str, body: Mapping[str, Any]) -> dict[str, Any]:
         self.calls.append(f"POST {where.plural}")
-        place = where.path(namespace).partition("?")[0]
-        key = f"{place}/{body['metadata']['name']}"
+        key = f"{where.path(namespace).partition('?')[0]}/{body['metadata']['name']}"
         if key in self.objects:
             raise ApiFailure(409, "exists")
         made = self._stored(key, copy.deepcopy(dict(body)))
-        if place.endswith("/pods"):
+        if "/pods/" in key:
             self.pod_created(made)
         return made
+
+    async def create_or_find(
+        self, where: ApiResource, namespace: str, body: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        try:
+            await self.create(where, namespace, body)
+        except ApiFailure:
+            return await self.find(where, namespace, body["metadata"]["name"])
+        return None
 
     async def replace(self, where: ApiResource, namespace: str, name: str, body: Any) -> dict[str, Any]:
         self.calls.append(f"PUT {where.plural}")
@@ -100,19 +108,20 @@ class Server:
 
     async def delete(self, where: ApiResource, namespace: str, name: str, **_: object) -> bool:
         self.calls.append(f"DELETE {where.plural}")
-        found = self.objects.pop(where.path(namespace, name), None) is not None
         if where.plural == "pods":
             self.pod_deleted(name)
-        return found or where.plural == "pods"
+        return self.objects.pop(where.path(namespace, name), None) is not None or where.plural == "pods"
 
     def _stored(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         self.version += 1
-        metadata = {
-            "uid": f"{zlib.crc32(key.encode()):08x}-{self.version}",
-            **body["metadata"],
-            "resourceVersion": str(self.version),
+        self.objects[key] = {
+            **body,
+            "metadata": {
+                "uid": f"{zlib.crc32(key.encode()):08x}-{self.version}",
+                **body["metadata"],
+                "resourceVersion": str(self.version),
+            },
         }
-        self.objects[key] = {**body, "metadata": metadata}
         return self.objects[key]
 
 
@@ -124,11 +133,11 @@ class Sidecars:
         self._job = job
         self.reports: dict[str, WorkerReport] = {}
 
-    def follow(self, hosts: Mapping[str, str]) -> None:
+    def follow(self, hosts: Mapping[str, str], keep: Collection[str] = ()) -> None:
         for uid in hosts:
             if uid not in self.reports:
                 self._hear(uid, self._job.first_report(uid))
-        for uid in [uid for uid in self.reports if uid not in hosts]:
+        for uid in self.reports.keys() - hosts.keys() - {*keep}:
             del self.reports[uid]
 
     def want_holdings(self, wanted: bool) -> None:
@@ -205,9 +214,9 @@ class BenchJob:
         self.pods[pod.name] = replace(pod, node=node, ip=address, phase="Running", sidecar=up)
 
     def first_report(self, uid: str) -> Report:
-        pod = next(pod for pod in self.pods.values() if pod.uid == uid)
         return Report(
-            job_uid=self.loop.uid, worker=pod.worker, pod_uid=uid, instance="i", serial=1, attempt=0,
+            job_uid=self.loop.uid, worker=next(pod.worker for pod in self.pods.values() if pod.uid == uid),
+            pod_uid=uid, instance="i", serial=1, attempt=0,
             revision="", phase=None,
             restore=RestoreReport(RestoreState.IDLE, None), trainer=TrainerReport(TrainerState.WAITING),
             holdings=(),
@@ -217,7 +226,6 @@ class BenchJob:
     def obey(self, uid: str, directive: Directive) -> dict[str, Any]:
         """Restores at once, trains at once, and holds a version of its own and of those that it keeps copies
         of."""
-        version = directive.restore.version if directive.restore else None
         trainer = TrainerReport(TrainerState.WAITING)
         if directive.phase is Phase.RELEASE:
             now = self.now()
@@ -230,7 +238,10 @@ class BenchJob:
         return {
             "attempt": directive.attempt, "revision": directive.revision, "phase": directive.phase,
             "trainer": trainer,
-            "restore": RestoreReport(RestoreState.READY, version), "holdings": tuple(holdings),
+            "restore": RestoreReport(
+                RestoreState.READY, directive.restore.version if directive.restore else None
+            ),
+            "holdings": tuple(holdings),
             "watermarks": Watermarks(held, held, None, held), "snapshot_every": 5,
         }  # fmt: skip
 

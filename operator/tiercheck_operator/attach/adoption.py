@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from tiercheck.protocol import names
-from tiercheck_operator.attach.injection import Attachment, attached_job
+from tiercheck_operator.attach.injection import Attachment, attached_job, is_job_of
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner
 from tiercheck_operator.attach.trust import CertificateManager
 from tiercheck_operator.attach.webhook import POLICIES, Admission, Webhook
@@ -103,21 +103,13 @@ class Adoption:
                 404, f"there is no TierCheckPolicy {attachment.policy} in namespace {namespace} any more"
             )
         job = attached_job(namespace, attachment, policy.get("spec") or {})
-        try:
-            await self._kube.create(JOBS, namespace, job)
-        except ApiFailure as error:
-            if not error.conflict:
-                raise
-            name = job["metadata"]["name"]
-            known = await self._kube.find(JOBS, namespace, name)
-            attach = ((known or {}).get("spec") or {}).get("attach") or {}
-            if known is not None and (attach.get("owner") or {}).get("uid") != owner.uid:
-                # It is an earlier owner's of the same name, and disappears with it; or a user created it.
-                raise ApiFailure(
-                    422, f"TierCheckJob {name} belongs to another owner; if it stays, remove or rename it"
-                ) from error
-        else:
-            log.info("%s/%s: made for %s %s", namespace, job["metadata"]["name"], owner.kind, owner.name)
+        name, known = job["metadata"]["name"], await self._kube.create_or_find(JOBS, namespace, job)
+        if known is None:
+            log.info("%s/%s: made for %s %s", namespace, name, owner.kind, owner.name)
+        elif not is_job_of(owner, known):
+            # It is an earlier owner's of the same name, and disappears with it; or a user created it.
+            why = f"TierCheckJob {name} belongs to another owner; if it stays, remove or rename it"
+            raise ApiFailure(422, why)
 
 
 NOT_ATTACHED = "NotAttached"

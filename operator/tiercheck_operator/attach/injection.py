@@ -88,6 +88,12 @@ def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, An
     }
 
 
+def is_job_of(owner: Owner, job: Mapping[str, Any]) -> bool:
+    """Returns whether a raw TierCheckJob is attached to this owner, and not to an earlier one of its name."""
+    attach = (job.get("spec") or {}).get("attach") or {}
+    return bool((attach.get("owner") or {}).get("uid") == owner.uid)
+
+
 def attachment_of(
     pod: Mapping[str, Any], owner: Owner, seat: WorkerIdentity, policy: str, procs: int | None
 ) -> Attachment:

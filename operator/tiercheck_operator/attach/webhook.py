@@ -40,6 +40,7 @@ from tiercheck_operator.attach.injection import (
     attachment_of,
     inject,
     is_injected,
+    is_job_of,
     job_name,
     mark_refused,
 )
@@ -114,8 +115,7 @@ class Admission:
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """Returns the owner's job; None if there is none, or only an earlier owner's of the same name."""
         found = await self._read(JOBS, namespace, job_name(owner))
-        attach = ((found or {}).get("spec") or {}).get("attach") or {}
-        return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
+        return found if found is not None and is_job_of(owner, found) else None
 
     async def _policy(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         try:

@@ -148,9 +148,12 @@ class ApiServer:
 
     def find(self, resource: ApiResource, namespace: str | None, name: str) -> Object | None:
         """Returns an object; None if it does not exist."""
-        with _missing_ok():
+        try:
             return self.get(resource, namespace, name)
-        return None
+        except ApiFailure as failure:
+            if not failure.not_found:
+                raise
+            return None
 
     def list(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
@@ -168,6 +171,17 @@ class ApiServer:
     def create(self, resource: ApiResource, namespace: str | None, body: Object) -> Object:
         """Creates an object. The failure is a `conflict` if it exists already."""
         return self.request("POST", resource.path(namespace), body)
+
+    def create_or_find(self, resource: ApiResource, namespace: str | None, body: Object) -> Object | None:
+        """Creates an object. Returns None, or the object that has its name already."""
+        try:
+            self.create(resource, namespace, body)
+        except ApiFailure as failure:
+            found = self.find(resource, namespace, body["metadata"]["name"]) if failure.conflict else None
+            if found is None:
+                raise
+            return found
+        return None
 
     def bind(self, namespace: str, name: str, binding: Object) -> Object:
         """Binds a pod to its node."""
@@ -232,9 +246,12 @@ class ApiServer:
 
     def find_resource(self, api_version: str, kind: str) -> ApiResource | None:
         """Returns the resource of a kind; None if the server does not serve it, perhaps not yet."""
-        with _missing_ok():
+        try:
             return self.resource(api_version, kind)
-        return None
+        except ApiFailure as failure:
+            if not failure.not_found:
+                raise
+            return None
 
     def lines(self, path: str) -> Iterator[bytes]:
         """Yields each line of an answer as soon as it arrives. A line may be longer than any buffer."""
@@ -251,9 +268,16 @@ class ApiServer:
         """Makes any call and returns the decoded JSON answer. A patch is a JSON merge patch."""
         data = self.read(method, path, body)
         try:
-            return dict(parse_json(data))
+            return self._decode(path, data)
         except (TypeError, ValueError) as error:
             raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> ApiFailure:
+        why = f"the answer of the API server {self.url} cannot be read: {error}"
+        return ApiFailure(0, why, reason="BadAnswer")
+
+    def _decode(self, path: str, data: bytes) -> Object:
+        return dict(parse_json(data))
 
     def read(
         self,
@@ -267,11 +291,6 @@ class ApiServer:
         """Makes any call and returns the raw answer. Raises ApiFailure if it has more than `most` bytes."""
         with self._answer(method, path, body, accept) as response:
             return _content(response, most)
-
-    def _unreadable(self, error: Exception) -> ApiFailure:
-        return ApiFailure(
-            0, f"the answer of the API server {self.url} cannot be read: {error}", reason="BadAnswer"
-        )
 
     @contextlib.contextmanager
     def _answer(
@@ -335,21 +354,13 @@ class ApiClient:
     find = _in_thread(ApiServer.find)
     find_resource = _in_thread(ApiServer.find_resource)
     create = _in_thread(ApiServer.create)
+    create_or_find = _in_thread(ApiServer.create_or_find)
     bind = _in_thread(ApiServer.bind)
     replace = _in_thread(ApiServer.replace)
     patch = _in_thread(ApiServer.patch)
     evict = _in_thread(ApiServer.evict)
     delete = _in_thread(ApiServer.delete)
     apply = _in_thread(ApiServer.apply)
-
-
-@contextlib.contextmanager
-def _missing_ok() -> Iterator[None]:
-    try:
-        yield
-    except ApiFailure as failure:
-        if not failure.not_found:
-            raise
 
 
 def _delete_options(uid: str, grace: int | None) -> Object:

@@ -96,12 +96,8 @@ class FencedServer(ApiServer):
             raise ApiFailure(TOO_LARGE, f"{found.get('kind')} {name}: {found[UNREADABLE]}")
         return found
 
-    def request(self, method: str, path: str, body: object = None) -> Object:
-        data = self.read(method, path, body)
-        try:
-            return read_object(data, max_object_memory(path)) if data else {}
-        except (TypeError, ValueError) as error:
-            raise self._unreadable(error) from error
+    def _decode(self, path: str, data: bytes) -> Object:
+        return read_object(data, max_object_memory(path)) if data else {}
 
     def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
         """Returns the metadata of a page of objects, and the continue token; empty: it was the last page."""

@@ -177,12 +177,11 @@ class Elector(threading.Thread):
         changed: Callable[[bool], None],
         alive: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = boot_clock,
-        random: Callable[[], float] = random.random,
     ) -> None:
         super().__init__(name="leader election", daemon=True)
         self._api, (self._namespace, self._lease) = api, lease
         self._candidate, self._terms = Candidate(identity, terms), terms
-        self._changed, self._alive, self._clock, self._random = changed, alive, clock, random
+        self._changed, self._alive, self._clock = changed, alive, clock
         self._ending = threading.Event()
         self._led = False
         self._raw: dict[str, Any] | None = None
@@ -219,7 +218,7 @@ class Elector(threading.Thread):
                 self._raw = None
             pause = self._terms.retry
             if not self._led:
-                pause *= 1 + _JITTER * self._random()
+                pause *= 1 + random.uniform(0.0, _JITTER)
             self._ending.wait(pause)
 
     def look(self) -> None:

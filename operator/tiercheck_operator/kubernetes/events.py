@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -127,14 +127,14 @@ class EventPoster:
 class ObjectEvents:
     """Posts warnings about objects other than jobs: pods, and the owners of attached ones."""
 
-    def __init__(self, kube: Kube, clock: Callable[[], float] = time.time) -> None:
-        self._kube, self._clock = kube, clock
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
         self._posted: dict[int, float] = {}
         """The time of the last post, by a hash of the Event and its object."""
 
     async def warn(self, about: Mapping[str, str], reason: str, message: str) -> bool:
         """Posts a warning; False if posted before. `about`: an ObjectReference with namespace and UID."""
-        now, key = self._clock(), hash((about["uid"], reason, message))
+        now, key = time.time(), hash((about["uid"], reason, message))
         if now - self._posted.get(key, -_LONG_QUIET) < _LONG_QUIET:
             return False
         self._posted.pop(key, None)

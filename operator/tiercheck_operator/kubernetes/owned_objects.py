@@ -100,33 +100,25 @@ class OwnedObjects:
         if self.gang_problem or job.spec.gang is None:
             return
         kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
-        groups = pod_groups(job.spec.gang)
         try:
-            await self._kube.create(groups, job.namespace, body)
-            self.have_gang = True
+            found = await self._kube.create_or_find(pod_groups(job.spec.gang), job.namespace, body)
         except ApiFailure as error:
-            if error.conflict:
-                found = await self._own(groups, name, job)
-                if found is None:
-                    self.gang_problem = (
-                        f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
-                    )
-                elif body["spec"].items() <= (found.get("spec") or {}).items():
-                    self.have_gang = True
-                else:  # of another size, from before a suspension that was not seen to end
-                    await self.remove_gang(job)
-            elif error.not_found:
-                self.gang_problem = (
-                    f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve "
-                    f"{kind.served}. Install that scheduler, or leave spec.gang out"
-                )
-            elif error.refused:
-                self.gang_problem = (
-                    f"the PodGroup {name} is refused: {error}. The operator needs rights to it "
-                    "(chart: rbac.gangSchedulers)"
-                )
-            else:
+            if not (error.not_found or error.refused):
                 raise
+            self.gang_problem = (
+                f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve "
+                f"{kind.served}. Install that scheduler, or leave spec.gang out"
+                if error.not_found
+                else f"the PodGroup {name} is refused: {error}. The operator needs rights to it "
+                "(chart: rbac.gangSchedulers)"
+            )
+            return
+        if found is not None and not _owned_by(found, job):
+            self.gang_problem = f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
+        elif found is None or body["spec"].items() <= (found.get("spec") or {}).items():
+            self.have_gang = True
+        else:  # of another size, from before a suspension that was not seen to end
+            await self.remove_gang(job)
 
     async def remove_gang(self, job: JobView) -> None:
         if job.spec.gang is not None:
@@ -190,18 +182,11 @@ class OwnedObjects:
         """Creates an object; False if the job has it already. Raises ApiFailure if it is not this job's.
 
         Then it disappears with a deleted job of the same name, or a user created it."""
-        name = body["metadata"]["name"]
-        try:
-            await self._kube.create(resource, job.namespace, body)
-        except ApiFailure as error:
-            if not error.conflict:
-                raise
-            found = await self._kube.find(resource, job.namespace, name)
-            if found is not None and not _owned_by(found, job):
-                why = f"{body['kind']} {name} is not this job's; if it stays, remove or rename it"
-                raise ApiFailure(422, why) from error
-            return False
-        return True
+        found = await self._kube.create_or_find(resource, job.namespace, body)
+        if found is not None and not _owned_by(found, job):
+            named = f"{body['kind']} {body['metadata']['name']}"
+            raise ApiFailure(422, f"{named} is not this job's; if it stays, remove or rename it")
+        return found is None
 
 
 def pod_groups(scheduler: str) -> ApiResource:
