@@ -18,6 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -116,6 +117,7 @@ class JobDurations(Collector):
         yield found
 
 
+S = TypeVar("S", JobSeries, JobDurations)
 _PHASES = ("detect", "restore", "total")
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
@@ -126,15 +128,21 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._begun: set[tuple[str, str]] = set()
+        self._per_job: list[JobSeries | JobDurations] = []
+
+        def of_jobs(series: S) -> S:
+            self.registry.register(series)
+            self._per_job.append(series)
+            return series
 
         def shared(name: str, text: str, labels: list[str]) -> Gauge:
             return Gauge(f"tiercheck_{name}", text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str, shown: Callable[[float], float] = float) -> JobSeries:
-            return JobSeries(GaugeMetricFamily, f"tiercheck_{name}", text, labels, shown)
+            return of_jobs(JobSeries(GaugeMetricFamily, f"tiercheck_{name}", text, labels, shown))
 
         def counter(name: str, text: str, *labels: str) -> JobSeries:
-            return JobSeries(CounterMetricFamily, f"tiercheck_{name}", text, labels)
+            return of_jobs(JobSeries(CounterMetricFamily, f"tiercheck_{name}", text, labels))
 
         self._step = gauge("training_step", "Newest step that every worker has reported.")
         self._last_step = gauge("checkpoint_last_step", "Step of the newest complete version.", "tier")
@@ -170,9 +178,8 @@ class Metrics:
             "resumes", "Restores after which steps trained again were compared.", "result"
         )
         self._moves = counter("placement_changes", "Placements that differ from the one before.")
-        self._duration = JobDurations(
-            "tiercheck_recovery_duration_seconds", "Parts of a recovery.", "phase", _SECONDS
-        )
+        name = "tiercheck_recovery_duration_seconds"
+        self._duration = of_jobs(JobDurations(name, "Parts of a recovery.", "phase", _SECONDS))
         self._plan = Histogram(
             "tiercheck_plan_duration_seconds", "Deciding, within one reconcile.",
             buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10), registry=self.registry,
@@ -188,14 +195,6 @@ class Metrics:
             ["verb", "status"],
             registry=self.registry,
         )  # fmt: skip
-        self._per_job: tuple[JobSeries | JobDurations, ...] = (
-            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt,
-            self._spares, self._workers,
-            self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost,
-            self._lost_seconds, self._resumes, self._moves, self._duration,
-        )  # fmt: skip
-        for series in self._per_job:
-            self.registry.register(series)
 
     def text(self) -> bytes:
         """Returns all metrics in the exposition format."""

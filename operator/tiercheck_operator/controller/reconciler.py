@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -36,7 +35,7 @@ from tiercheck_operator.kubernetes.owned_objects import (
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, SavePlacement
+from tiercheck_operator.model.actions import Decision, SavePlacement
 from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport, soonest
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job
@@ -96,25 +95,20 @@ class JobGone(Exception):
 class JobLoop:
     """Reconciles one job between `start` and `stop`. Ends by itself once the API server has no such job."""
 
-    def __init__(self, raw: Mapping[str, Any], reconciler_context: ReconcilerContext) -> None:
+    def __init__(self, raw: Mapping[str, Any], context: ReconcilerContext) -> None:
         self._raw = raw
-        self._context = reconciler_context
+        self._context = context
         self._woken = asyncio.Event()
-        self._owned_objects = OwnedObjects(reconciler_context.kube)
-        self._topology = TopologySource(reconciler_context.kube)
+        self._owned_objects = OwnedObjects(context.kube)
+        self._topology = TopologySource(context.kube)
         self._known = False
         self._read_at = float("-inf")
         """The time at which the objects that the job owns were read."""
         self._maybe_outdated = False
         """True while an answer of the API server suggests that the job is gone or has changed."""
-        self._executor = Executor(
-            reconciler_context.kube,
-            reconciler_context.config,
-            self._owned_objects,
-            reconciler_context.cluster,
-        )
-        self._events = EventPoster(reconciler_context.kube)
-        self._object_events = ObjectEvents(reconciler_context.kube)
+        self._executor = Executor(context.kube, context.config, self._owned_objects, context.cluster)
+        self._events = EventPoster(context.kube)
+        self._object_events = ObjectEvents(context.kube)
         self._kubelets: Mapping[str, float] = {}
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
@@ -188,9 +182,11 @@ class JobLoop:
             except JobGone:
                 raise
             except ApiFailure as error:
-                self._context.metrics.reconcile_failed("conflict" if error.conflict else "api")
                 self._failures += 1
-                delay = self._after_failure(error)
+                self._note_failure(error)
+                # A conflict means that the job was written since it was read.
+                self._maybe_outdated = self._maybe_outdated or error.conflict
+                delay = max(backoff(self._failures), error.retry_after or 0.0)
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
                 self._context.metrics.reconcile_failed("bug")
@@ -217,18 +213,10 @@ class JobLoop:
                 return await self._woken.wait()
         return False
 
-    def _after_failure(self, error: ApiFailure) -> float:
-        """Returns the seconds to wait, and notes whether the job has to be read again.
-        A conflict means that it was written since it was read; with 404, the job itself may be gone."""
+    def _note_failure(self, error: ApiFailure) -> None:
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
-        self._maybe_outdated = self._maybe_outdated or error.conflict or error.not_found
-        return max(backoff(self._failures), error.retry_after or 0.0)
-
-    def _note_failures(self, failures: Iterable[tuple[Action, ApiFailure]]) -> None:
-        for failure in {str(error): error for _, error in failures}.values():
-            log.log(logging.DEBUG if failure.conflict else logging.WARNING, "%s: %s", self.named, failure)
-            self._context.metrics.reconcile_failed("conflict" if failure.conflict else "api")
-            self._maybe_outdated = self._maybe_outdated or failure.not_found
+        self._context.metrics.reconcile_failed("conflict" if error.conflict else "api")
+        self._maybe_outdated = self._maybe_outdated or error.not_found  # the job itself may be gone
 
     async def _reread_job(self) -> None:
         """Reads the job from the API server. Raises JobGone, or ApiFailure and leaves the job uncertain."""
@@ -241,36 +229,36 @@ class JobLoop:
 
     async def _reconcile(self) -> float:
         """Observes, decides and executes once. Returns the seconds until the next reconcile at the latest."""
-        reconciler_context = self._context
+        context = self._context
         try:
             job = parse_job(self._raw)
         except Exception as error:
             await self._report_invalid_job(error)
-            return reconciler_context.config.resync_seconds
+            return context.config.resync_seconds
         # Anybody may have deleted them, and only pods are watched.
-        self._known = self._known and reconciler_context.clock() - self._read_at < _READ_AGAIN
+        self._known = self._known and context.clock() - self._read_at < _READ_AGAIN
         if _is_managed(job) and (self._maybe_outdated or not (self._known or self._is_done(job))):
             # Nothing is created for a job that exists only in a late event or a watch that missed its end.
             await self._reread_job()
             job = parse_job(self._raw)
         raw = self._raw
-        image = choose_sidecar_image(job.status, self._pods(job), reconciler_context.config.sidecar_image)
+        image = choose_sidecar_image(job.status, self._pods(job), context.config.sidecar_image)
         job = replace(job, sidecar_image=image)
         if not _is_managed(job):
-            return reconciler_context.config.resync_seconds
+            return context.config.resync_seconds
         if not self._is_done(job):
             job = await self._topology.resolve(job)
         if not self._known and not self._is_done(job):
             await self._owned_objects.refresh(job)
-            self._known, self._read_at = True, reconciler_context.clock()
+            self._known, self._read_at = True, context.clock()
         await self._read_owner_size(job)
         await self._look_at_leases(job)
         observation = self._observe(job)
         began = time.perf_counter()
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
-        reconciler_context.metrics.decided(self._deciding)
-        reconciler_context.places[self.key[0], self.uid] = frozenset(
+        context.metrics.decided(self._deciding)
+        context.places[self.key[0], self.uid] = frozenset(
             place.node for place in (decision.status or job.status).places
         )
         refusals, now = self._executor.refusals, observation.now
@@ -283,7 +271,8 @@ class JobLoop:
             raise
         if refusals.note(decision.before, failures, now):
             self.wake()  # the next reconcile reports it
-        self._note_failures(failures)
+        for failure in {str(error): error for _, error in failures}.values():
+            self._note_failure(failure)
         unsaved = next((error for action, error in failures if isinstance(action, SavePlacement)), None)
         if unsaved is not None:  # the status and the directives depend on it
             if unsaved.refused or (unsaved.status >= 500 and self._failures >= PATIENT_FAILURES):
@@ -294,9 +283,9 @@ class JobLoop:
         delay = await self._write_status(job, raw, decision)
         for _, failure in await self._executor.run(job, decision.after, self._sidecars):
             raise failure
-        reconciler_context.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
+        context.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
         wake = soonest(decision.wake_after, delay, refusals.seconds_to_next_try(now))
-        return max(_LEAST_PAUSE, soonest(wake, reconciler_context.config.resync_seconds) or 0.0)
+        return max(_LEAST_PAUSE, soonest(wake, context.config.resync_seconds) or 0.0)
 
     async def _report_invalid_job(self, error: Exception) -> None:
         """Reports, once per generation, a job that cannot be parsed, and leaves it alone until it changes.
@@ -358,19 +347,18 @@ class JobLoop:
                 yield pod
 
     def _observe(self, job: JobView) -> Observation:
-        reconciler_context = self._context
+        context = self._context
         pods = tuple(self._pods(job))
         credentials = self._owned_objects.credentials
         if credentials is not None and self._sidecars is None:
-            config = reconciler_context.config
-            self._sidecars = reconciler_context.sidecars(
+            self._sidecars = context.sidecars(
                 job.identity,
                 credentials,
                 self.wake,
-                poll_seconds=config.poll_seconds,
-                call_seconds=config.call_seconds,
-                clock=reconciler_context.clock,
-                lines=reconciler_context.lines,
+                poll_seconds=context.config.poll_seconds,
+                call_seconds=context.config.call_seconds,
+                clock=context.clock,
+                lines=context.lines,
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
@@ -380,15 +368,15 @@ class JobLoop:
             self._sidecars.want_holdings(_holdings_matter(job, self._owned_objects.placement))
             self._sidecars.follow(self._followed)
         return Observation(
-            now=reconciler_context.clock(),
+            now=context.clock(),
             job=job,
             pods=tuple(pod for pod in pods if not pod.is_spare),
             spares=tuple(pod for pod in pods if pod.is_spare),
-            nodes=reconciler_context.nodes(),
+            nodes=context.nodes(),
             reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._owned_objects.placement,
-            patience=reconciler_context.config.patience,
-            unwelcome=find_unwelcome(reconciler_context.places, job.namespace),
+            patience=context.config.patience,
+            unwelcome=find_unwelcome(context.places, job.namespace),
             have_service=self._owned_objects.have_service,
             have_credentials=self._owned_objects.have_secret,
             knows_credentials=self._owned_objects.credentials is not None,
@@ -490,5 +478,5 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return patch
 
 
-def _without_progress(status: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in status.items() if key not in _PROGRESS}, sort_keys=True)
+def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in status.items() if key not in _PROGRESS}
