@@ -63,10 +63,8 @@ def open_local(kubeconfig: Path) -> ApiServer:
 
 def configured(kubeconfig: str | None, context: str | None) -> tuple[kubernetes.client.Configuration, str]:
     """Returns the client configuration, as kubectl finds it, and the namespace to read.
-
     It is from the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises
-    ConfigException.
-    """
+    ConfigException."""
     configuration = kubernetes.client.Configuration()
     config: Any = kubernetes.config
     # The client reads $KUBECONFIG only once, when it is imported.

@@ -80,7 +80,6 @@ class Client(ApiClient):
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> AsyncIterator[WatchItem]:
         """Yields the collection, then every change, for ever.
-
         The collection is listed anew whenever a change may be missed. An API server that is away is waited
         for."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
@@ -141,10 +140,8 @@ def _watch(server: ApiServer, path: str, selected: Mapping[str, str], version: s
 
 class Cache:
     """A collection kept in memory and updated by a watch: `objects` by UID.
-
     `on_change(kind, object)` is called after each change, for ADDED, MODIFIED and DELETED; `on_sync()` after
-    each complete listing.
-    """
+    each complete listing."""
 
     def __init__(
         self,

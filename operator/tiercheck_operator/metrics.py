@@ -41,9 +41,7 @@ JOB_LABELS = ("namespace", "tiercheck_job")
 
 class JobSeries(Collector):
     """One metric: a number for each job and each value of its other labels.
-
-    `shown`: converts a number at each scrape.
-    """
+    `shown`: converts a number at each scrape."""
 
     def __init__(
         self,
@@ -320,7 +318,6 @@ async def _once(
 
 class Pages(ConnectionAcceptor[web.AppRunner]):
     """Serves `metrics` (exposition format), `trouble` (sentences; empty: none) and `ready`.
-
     `tls`: a folder with tls.crt and tls.key; empty: plain HTTP."""
 
     def __init__(

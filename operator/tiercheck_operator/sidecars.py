@@ -80,7 +80,6 @@ _BARE = {"holdings": "no"}
 
 def _only(credentials: Credentials) -> aiohttp.Fingerprint:
     """Returns the fingerprint of the job's one certificate, the only one that its authority ever issued.
-
     It is compared before anything of a request is sent. So one TLS context without authorities serves all
     jobs, and no connection keeps a parsed certificate."""
     certificate = ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
@@ -270,7 +269,6 @@ class JobSidecars:
 
     async def push(self, uid: str, directive: Directive) -> None:
         """Sends the sidecar its directive. Raises SidecarError.
-
         A first attempt goes to all workers at once and can afford another handshake, so its connections
         close."""
         each = self._followed.get(uid)
@@ -376,7 +374,6 @@ class JobSidecars:
 
     def _query(self, known: WorkerReport) -> Mapping[str, str]:
         """Returns the query of a request for a report.
-
         It names the holdings that are known, or that none are wanted; and to a sidecar without snapshots,
         such as a spare's, the size of the other workers' snapshots."""
         report, query = known.report, dict(_BARE)
@@ -398,7 +395,6 @@ class JobSidecars:
         keeps: bool = True,
     ) -> Report:
         """Requests a report, or sends a directive. `body`: the directive, in parts. Raises SidecarError.
-
         `polls`: uses the connection of long polls. `keeps`: another connection may stay open for more
         calls."""
         host, length = each.host, sum(map(len, body))

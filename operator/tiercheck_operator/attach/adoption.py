@@ -37,7 +37,6 @@ _LOOK_EVERY = 10.0
 
 class Adoption:
     """Creates missing jobs of attached pods. The caller passes every watched pod to `pod_seen`.
-
     `has_job` returns whether the job of an owner, by namespace and UID, is known; `pods_of` its pods."""
 
     def __init__(
@@ -209,10 +208,8 @@ class UninjectedPods:
 
 class AttachService:
     """Runs attach mode if the webhook is configured. All replicas serve it; only the leader makes jobs.
-
     `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` take the
-    namespace and UID of an owner.
-    """
+    namespace and UID of an owner."""
 
     def __init__(
         self,

@@ -121,7 +121,6 @@ def inject(
     cluster: str = "",
 ) -> dict[str, Any]:
     """Returns the pod as a worker of `job`, a raw TierCheckJob. Raises Unattachable.
-
     `cluster`: as `JobView.cluster`."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
     view = replace(_view(job, attachment), cluster=cluster)
@@ -166,7 +165,6 @@ def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
 
 def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
     """Parses a job that may not exist yet. Raises Unattachable if it has too few workers for its policy.
-
     Otherwise the pod would wait for a job that the schema rejects."""
     metadata = {"uid": "", **job["metadata"]}
     try:

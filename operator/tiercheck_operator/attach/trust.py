@@ -34,7 +34,6 @@ _END = b"-----END CERTIFICATE-----\n"
 
 def renew_when_due(current: KeyPair | None, hosts: Sequence[str], now: datetime.datetime) -> KeyPair | None:
     """Returns a replacement for `current`; None: it stays valid for long enough.
-
     The replacement's authorities are the new one and then the last one."""
     if current is not None and _good(current, hosts, now):
         return None
@@ -63,7 +62,6 @@ def _plain(host: str) -> str:
 
 class CertificateManager:
     """Keeps one replica's certificate current. If the settings name an issuer, the Secret is only read.
-
     `deployment`: namespace and name of the operator's Deployment."""
 
     def __init__(

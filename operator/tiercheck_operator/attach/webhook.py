@@ -150,7 +150,6 @@ _SMALL = 128 * 2**10
 _SMALL_AT_ONCE, _LARGE_AT_ONCE = 64, 2
 _CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
 """The limits of connections, in total and per address.
-
 An API server may use one address only, and opens a connection for each concurrent review."""
 
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]

@@ -206,9 +206,7 @@ def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> Dec
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Creates the gang before any pod: a scheduler that has not seen it would place pods one by one.
-
-    A running job goes on whatever happens to the object, because all its pods carry the reference.
-    """
+    A running job goes on whatever happens to the object, because all its pods carry the reference."""
     if situation.job.spec.gang is None or situation.have_gang or situation.all_pods:
         return draft
     lacking = Finding(conditions.WAITING_FOR_PODS, "the gang is made before the pods")
@@ -389,9 +387,7 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
 
 def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) -> Decision:
     """Returns a decision that only reports what the API server refused of `decision.before`.
-
-    A new attempt must not be written then, because it depends on what was refused.
-    """
+    A new attempt must not be written then, because it depends on what was refused."""
     if decision.status is None:
         return Decision()
     same = decision.status.attempt == obs.job.status.attempt

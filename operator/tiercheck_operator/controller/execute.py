@@ -83,8 +83,7 @@ class Executor:
 
         Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its
         replacement. Once the server refuses a worker's pod, or a spare, the rest of them are not tried: they
-        would be refused for the same reason.
-        """
+        would be refused for the same reason."""
         gate, gate_of_pushes = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_PUSHES_AT_ONCE)
         failures: list[tuple[Action, ApiFailure]] = []
         refused: dict[type[Action], ApiFailure] = {}
@@ -187,9 +186,7 @@ class Executor:
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
         """Returns whether the pod exists, and only our view, which may be a moment old, lacks it.
-
-        Raises NameTaken if it is not this job's.
-        """
+        Raises NameTaken if it is not this job's."""
         found = await self._kube.find(api_server.PODS, job.namespace, name)
         if found is None or _has_identity(job, found):
             return found is not None
@@ -202,7 +199,6 @@ class Executor:
 
     async def _remove_unrecognizable(self, job: JobView, made: Mapping[str, Any]) -> None:
         """Deletes a pod of the job that no watch would show as its own, and raises ApiFailure.
-
         Otherwise it would hold its node unseen, and another would be made in its place again and again."""
         name, uid = made["metadata"]["name"], made["metadata"].get("uid") or ""
         await self._kube.delete(api_server.PODS, job.namespace, name, uid=uid)
@@ -256,7 +252,6 @@ class Executor:
 
     async def _is_there(self, job: JobView, action: DeletePod) -> bool:
         """Returns whether the pod exists and belongs to the job, whatever its labels.
-
         Its name and UID are from the placement, which any user of the namespace may have written."""
         if action.uid in self.refusals.absent:
             return False
@@ -300,7 +295,6 @@ class RefusalMemory:
 
     def note_made(self, name: str) -> None:
         """Counts a new pod. Raises ApiFailure, with a pause, if others have deleted each one of its name.
-
         A pod that is lost otherwise is still there, or in the placement, so the next one has another name."""
         self.made[name] += 1
         again = self.made[name] - _MADE_AT_ONCE

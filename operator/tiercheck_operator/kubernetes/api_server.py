@@ -76,11 +76,9 @@ JOBS = ApiResource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 
 class ApiFailure(Exception):
     """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
-
     `reason`: the server's reason (NotFound ...), or NoAnswer, BadAnswer, or BadRequest for a request that
     cannot be sent. `retry_after`: the seconds of Retry-After; None: not given. `considered`: the server
-    evaluated this call, instead of rejecting it as it would reject any call.
-    """
+    evaluated this call, instead of rejecting it as it would reject any call."""
 
     def __init__(
         self,
@@ -106,7 +104,6 @@ class ApiFailure(Exception):
     @property
     def busy(self) -> bool:
         """Returns whether the server rejected the call unseen, so that it may be sent again unchanged.
-
         It does so by priority and fairness, or when overloaded. A disruption budget and a webhook may answer
         429 as well, about one object."""
         if self.considered:

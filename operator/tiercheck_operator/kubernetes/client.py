@@ -38,7 +38,6 @@ _THREADS = 8
 """The number of concurrent calls of all jobs together; further calls are queued in order."""
 _OF_ONE_NAMESPACE, _TURNS = 4, 1024
 """The number of concurrent calls per namespace, and the number of semaphores that bound them.
-
 So one namespace cannot occupy all threads. Few namespaces share a semaphore, by hash."""
 _LISTED_AT_ONCE = 200
 """The number of objects per page: the metadata of each takes some KiB."""
@@ -70,7 +69,6 @@ class NotLeading(ApiFailure):
 
 class FencedServer(ApiServer):
     """Checks `may_write` in the sending thread right before each call other than GET.
-
     The memory that each object takes is bounded."""
 
     def __init__(

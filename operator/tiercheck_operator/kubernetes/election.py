@@ -126,10 +126,8 @@ def build_lease(
     belonging: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Builds the lease held by `holder` (empty: released), to replace `before` at its resourceVersion.
-
     `now` only informs users, and makes each renewal differ from the last one. `belonging`: extra metadata of
-    a new lease.
-    """
+    a new lease."""
     old = (before or {}).get("spec") or {}
     same = before is not None and holder == (old.get("holderIdentity") or "")
     stamp = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -164,7 +162,6 @@ def boot_clock() -> float:
 
 class Elector(threading.Thread):
     """The thread that holds the lease or waits for it. It calls `changed` with True and False in turn.
-
     `lease`: its namespace and name. `alive`: while False, the lease is not renewed, so the lead is lost."""
 
     def __init__(

@@ -91,7 +91,6 @@ def cut_too_deep(text: bytes) -> bytes:
 
 def read_object(text: bytes, most: int) -> dict[str, Any]:
     """Reads an object without managedFields, which are half of it and are not used.
-
     Returns its shell if it is too deep or weighs more than `most`. Raises ValueError for other JSON."""
     try:
         return _read(cut_too_deep(text), most)
@@ -115,7 +114,6 @@ def read_answer(text: bytes, most: int) -> dict[str, Any]:
 
 def read_event(line: bytes, most: int) -> bytes:
     """Reads a watch event, with its object as by `read_object`.
-
     Errors and lines that are no event become the error (410) after which a watch lists again."""
     try:
         parts = _PARTS.decode(cut_too_deep(line))

@@ -95,7 +95,6 @@ class OwnedObjects:
 
     async def ensure_gang(self, job: JobView) -> None:
         """Creates the PodGroup. `gang_problem` has a refusal's reason until the next `refresh`.
-
         Raises ApiFailure if the server did not answer."""
         if self.gang_problem or job.spec.gang is None:
             return
@@ -180,7 +179,6 @@ class OwnedObjects:
 
     async def _create(self, resource: ApiResource, body: dict[str, Any], job: JobView) -> bool:
         """Creates an object; False if the job has it already. Raises ApiFailure if it is not this job's.
-
         Then it disappears with a deleted job of the same name, or a user created it."""
         found = await self._kube.create_or_find(resource, job.namespace, body)
         if found is not None and not _owned_by(found, job):
@@ -225,7 +223,6 @@ DEPLOYMENTS = ApiResource("apps/v1", "deployments")
 
 def belonging(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
     """Returns metadata with an owner reference to the operator's Deployment. Raises ApiFailure.
-
     Empty without that Deployment, as for an operator started by hand, or without the right to read it."""
     try:
         deployment = server.find(DEPLOYMENTS, namespace, name)

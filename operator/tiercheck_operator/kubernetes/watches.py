@@ -115,10 +115,8 @@ class Watched(Generic[V]):
         self, before: frozenset[str], listed: Mapping[str, int]
     ) -> tuple[tuple[str, ...], Mapping[str, int]]:
         """Compares with a complete listing, UID to version, that was requested when `before` had been seen.
-
         Returns the UIDs of objects that are certainly gone, and UID to version of objects that exist and were
-        not seen in this version, because the watch is late or stale.
-        """
+        not seen in this version, because the watch is late or stale."""
         unseen = {
             uid: version
             for uid, version in listed.items()
@@ -129,7 +127,6 @@ class Watched(Generic[V]):
 
 def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
     """Returns `pod` with the times of its last changes by the operator's clock: others may be wrong.
-
     Dated are the pod itself, its deletion, its containers' states, its node, the lack of a node, and the
     recreation of its sandbox."""
 
@@ -157,9 +154,7 @@ def _dated(container: ContainerView, known: ContainerView | None, now: float) ->
 
 class ClusterView:
     """Indexes pods by job and nodes by name for decisions; the indexes are only rebuilt after changes.
-
-    A view of None stands for an invalid object, which belongs to no job.
-    """
+    A view of None stands for an invalid object, which belongs to no job."""
 
     def __init__(self) -> None:
         self.pods: Watched[PodView | None] = Watched()
@@ -219,7 +214,6 @@ def _job_of(pod: PodView) -> tuple[str, str]:
 
 _GRACES = 5
 """Multiples of a watch's grace after which a process that cannot list is restarted.
-
 Leaves time for a control plane to start."""
 _SETTLE = 1.0
 """Seconds between the start of a watch's listing and the operator's own listing."""

@@ -78,7 +78,6 @@ def build_pod(
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """Builds the pod of `worker`. Raises Unbuildable.
-
     It is never scheduled onto `avoid_nodes`; if possible onto `prefer` and not onto `unwelcome` (host names).
     """
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
@@ -107,7 +106,6 @@ def build_spare(
 
 def type_mismatch_message(error: Exception) -> str:
     """Returns the message for `error`, caused by a template field of another type than a Pod's.
-
     The CRD's schema does not check most types."""
     return (
         f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
@@ -143,7 +141,6 @@ def _made(
     node_memory: NodeMemory,
 ) -> dict[str, Any]:
     """Builds a pod. `worker`: its value in the containers' environment.
-
     `ports`: the first of the sidecar's ports if the pod is in its node's network."""
     spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
     if spec.get("nodeName"):
@@ -189,7 +186,6 @@ def inject_sidecar(
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> None:
     """Adds to `spec`, any PodSpec, everything that makes it the pod of a worker.
-
     `trainer`: the container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod
     is in its node's network."""
     shares = compute_resources(job.spec, spec)
@@ -368,11 +364,9 @@ def _probe(path: str, port: int, period: int, failures: int) -> dict[str, Any]:
 
 def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     """Returns constraints that spread workers evenly over domains and nodes, as far as there is room.
-
     Holders are in other domains, which is impossible for all workers of a domain with more than half of them.
     So a replacement belongs where the lost pod was, and spares are not counted. A spare's constraints count
-    both, so that it is placed where workers and other spares are fewest.
-    """
+    both, so that it is placed where workers and other spares are fewest."""
     selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.identity}}
     if not spare:
         selector["matchExpressions"] = [{"key": names.LABEL_WORKER, "operator": "Exists"}]

@@ -26,7 +26,6 @@ from tiercheck_operator.model.observed import JobView
 
 _FIRST, _EACH, _PLACES = 12000, 3, 2666
 """The first port, ports per pod, and number of pods that fit.
-
 Below the ports of rendezvous (20000), NodePorts (30000) and outgoing connections (32768)."""
 _LIVES = 101
 """The offset of a worker's next pod, which may run on the same node as the old one."""
@@ -62,9 +61,7 @@ _OURS = (names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CON
 
 def with_pull_settings(pod: Mapping[str, Any], policy: str, secrets: Sequence[str]) -> dict[str, Any]:
     """Returns the pod with pull `policy` (empty: the default) for our containers, and with pull `secrets`.
-
-    Kubernetes ignores Secrets that the pod's namespace does not have.
-    """
+    Kubernetes ignores Secrets that the pod's namespace does not have."""
     spec = dict(pod["spec"])
     if policy:
         spec["initContainers"] = [
@@ -108,9 +105,7 @@ def remote_environment(job: JobView) -> str | None:
 
 def remote_volumes(job: JobView) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns the volumes for the remote tier, each with its mount without the name.
-
-    A missing ConfigMap or Secret does not keep the pod from starting: a condition names it instead.
-    """
+    A missing ConfigMap or Secret does not keep the pod from starting: a condition names it instead."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     directory, s3 = ((job.spec.remote or {}).get(kind) or {} for kind in ("directory", "s3"))
     if directory:

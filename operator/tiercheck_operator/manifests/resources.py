@@ -25,7 +25,6 @@ _CPU_WITH_LIMIT = 500
 """Thousandths of a core. The least with which a sidecar starts in time if its request is its limit."""
 _INIT = {"requests": {"cpu": "150m", "memory": "256Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
 """Resources of the containers that run for a second before the sidecar, so that limits cost nothing.
-
 Their requests are what any sidecar asks for, so they cost nothing either; a LimitRange may have a minimum."""
 
 Resources = dict[str, dict[str, str]]
@@ -91,7 +90,6 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
 
 def limits_advice(sentence: str, pod: Mapping[str, Any] | None = None) -> str:
     """Returns advice if a LimitRange or ResourceQuota caused the refusal of a pod; empty: neither did.
-
     `pod`: the user's PodSpec, whose own containers may ask for more than their limit."""
     if (
         "limits.cpu for:" in sentence

@@ -62,9 +62,7 @@ def template_problem(template: Mapping[str, Any]) -> str:
 
 def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
     """Returns what in a user's PodSpec would break its worker, as a sentence; empty: nothing.
-
-    This holds for pods of any controller. `trainer`: the container that trains.
-    """
+    This holds for pods of any controller. `trainer`: the container that trains."""
     for entry in pod.get("containers") or []:
         probes = [
             name

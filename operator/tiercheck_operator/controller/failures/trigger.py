@@ -32,10 +32,8 @@ _LISTED = 16
 
 def lost_domain(situation: Situation) -> tuple[str, bool] | None:
     """Returns the narrowest failure domain that has all of several lost nodes, as a sentence.
-
     The bool: no node of it is known to be well; if one is, only the job's part of it is gone. None if there
-    is no such domain, or if only one node is lost; that one is named anyhow.
-    """
+    is no such domain, or if only one node is lost; that one is named anyhow."""
     gone = _lost_nodes(situation, situation.membership.losses)
     known = {node: situation.nodes[node].labels for node in gone if node in situation.nodes}
     if len(known) < 2:
@@ -141,10 +139,8 @@ def find_trigger(situation: Situation) -> Trigger | None:
 
 def replay_mismatch(situation: Situation) -> Trigger | None:
     """Returns a failed restore if a rank's replay or its replicas' snapshots differ from what is recorded.
-
     The rank's command ends, and that is no crash. Only chains of the current attempt count: what was found
-    bad before was not chosen again.
-    """
+    bad before was not chosen again."""
     version = situation.job.status.restored_version
     if situation.job.status.recovery is None or version is None:
         return None
@@ -370,7 +366,6 @@ def reset_restart_count(
     obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, float | None]:
     """Returns `record`, its count reset if training went well for long, and the seconds until it may be.
-
     `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
     """
     if not record.counted or record.recovery is not None or len(reports) < obs.size:

@@ -235,9 +235,7 @@ def note_places(
     known: Sequence[PlaceRecord], lost: Sequence[Loss], now: float, kept: float
 ) -> tuple[PlaceRecord, ...]:
     """Returns `known` with the nodes of lost pods that did not start or had to go.
-
-    Each is kept for `kept` seconds after the first time, and for twice as long after each further one.
-    """
+    Each is kept for `kept` seconds after the first time, and for twice as long after each further one."""
     spans = {place.node: min(_LONGEST, kept * 2 ** min(place.times - 1, 10)) for place in known}
     places = {place.node: place for place in known if now - place.time < spans[place.node]}
     found = [(loss.pod, loss.why) for loss in lost if loss.of_place and loss.pod is not None]

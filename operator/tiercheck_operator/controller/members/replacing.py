@@ -110,7 +110,6 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
 
 def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
     """Returns the allowed part of `actions` if another controller makes, counts and gives up the pods.
-
     None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods of the
     job's workers that stand in the owner's way go, so that it makes others at once; the attempt fences them.
     """
@@ -194,7 +193,6 @@ def _removals(situation: Situation) -> list[Action]:
 
 def _unseen(situation: Situation) -> list[Action]:
     """Returns deletions of members that no watch shows any more.
-
     Almost always they are gone. But one whose labels were changed runs on, and keeps its node and devices."""
     gone = {loss.worker for loss in situation.membership.losses if loss.pod is None}
     seen = {pod.uid for pod in situation.all_pods}
@@ -317,10 +315,8 @@ def is_overdue(situation: Situation) -> bool:
 
 def possible_size(situation: Situation) -> int | None:
     """Returns the number of workers that the job could go on with if it may shrink; None: it has to wait.
-
     These are the workers that have nodes. It waits while anything is pending: every other worker's pod was
-    refused, or looked at by the scheduler, and none that is being ended still has a node.
-    """
+    refused, or looked at by the scheduler, and none that is being ended still has a node."""
     size = sum(pod.node is not None for pod in situation.members.values())
     lacking = len(unschedulable_members(situation.membership)) + len(refused_workers(situation))
     settled = size + lacking == situation.size

@@ -169,8 +169,7 @@ def choose_spare(
 
     `survivors`: the node of each worker that has one. `spares`: number to node. The spare with the fewest
     workers in its domain of `level` is used, then of the narrower levels, then of the wider ones; then the
-    lowest number. A node in an unknown domain counts as if all survivors were in it.
-    """
+    lowest number. A node in an unknown domain counts as if all survivors were in it."""
     first = topology.level_index(level)
     narrower, wider = topology.levels[first:], tuple(reversed(topology.levels[:first]))
 

@@ -44,9 +44,7 @@ def is_answering(obs: Observation, pod: PodView) -> bool:
 
 def seconds_silent(obs: Observation, pod: PodView) -> float | None:
     """Returns the seconds for which its sidecar has not answered; None: it does, or was not called yet.
-
-    They begin anew when its kubelet shows it as up, which may be before our next call gets through.
-    """
+    They begin anew when its kubelet shows it as up, which may be before our next call gets through."""
     known = obs.reports.get(pod.uid)
     if known is None or known.silent_since is None:
         return None

@@ -292,11 +292,9 @@ def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Itera
 
 def adopted_history(remote: RemoteInventory, step: int | None, ranks: int) -> History:
     """Returns the history that accepts the version to begin from; empty if the remote tier holds none.
-
     `step`: the one that the user asked for; None: the newest. A later attempt takes precedence, because the
     earlier one was rolled back. `ranks`: the number of ranks of the version if the remote tier does not give
-    it.
-    """
+    it."""
     usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]
     if not usable:
         return History()

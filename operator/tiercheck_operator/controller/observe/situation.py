@@ -73,9 +73,7 @@ class Situation(Observation):
     @cached_property
     def newest_step(self) -> int:
         """Returns the newest known step of the current attempt, or of one on the way to it; 0 if none.
-
-        Reports of lost pods count too, because nothing else is known of the last steps.
-        """
+        Reports of lost pods count too, because nothing else is known of the last steps."""
         recovery = self.job.status.recovery
         steps = [report.trainer.step or 0 for report in self.all_attempt_reports]
         if recovery is not None:
@@ -173,10 +171,8 @@ def _without_stale_size(obs: Observation) -> Observation:
 
 def _started_again(obs: Observation) -> Observation | None:
     """Returns a failed attached job as at its beginning if its owner made new pods; None: not so.
-
     Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try
-    again.
-    """
+    again."""
     status = obs.job.status
     if not status.holds(conditions.FAILED):
         return None

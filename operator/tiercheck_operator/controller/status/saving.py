@@ -112,10 +112,8 @@ def newest_proofs(
 
 def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
     """Returns `record` with the weightiest comparison that the workers of its attempt have made.
-
     Lost workers count too: one that differs may be lost for that. A known result outlasts a restart of its
-    sidecar; only a heavier one replaces it.
-    """
+    sidecar; only a heavier one replaces it."""
     last = record.last_recovery
     if last is None or last.get("attempt") != record.attempt or not last.get("step"):
         return record
