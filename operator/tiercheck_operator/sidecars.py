@@ -13,7 +13,7 @@ import hashlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -228,8 +228,10 @@ class JobSidecars:
         """The newest report of each followed pod, by UID."""
         return {uid: each.known for uid, each in self._followed.items()}
 
-    def follow(self, hosts: Mapping[str, str]) -> None:
-        """Polls exactly these pods from now on: UID to address (`protocol.address`)."""
+    def follow(self, hosts: Mapping[str, str], keep: Collection[str] = ()) -> None:
+        """Polls exactly these pods from now on: UID to address (`protocol.address`).
+        Those with a UID in `keep` are polled further if they were."""
+        hosts = {**{uid: each.host for uid, each in self._followed.items() if uid in keep}, **hosts}
         for each in [each for each in self._followed.values() if hosts.get(each.uid) != each.host]:
             for task in (each.listening, each.asking):
                 if task is not None:

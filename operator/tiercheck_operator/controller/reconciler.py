@@ -115,8 +115,6 @@ class JobLoop:
         self._invalid_generation = -1
         """The generation of the job that could not be parsed."""
         self._sidecars: JobSidecars | None = None
-        self._followed: Mapping[str, str] = {}
-        """The addresses of the sidecars that are polled, by pod UID."""
         self._wrote_progress = 0.0
         self._failures = 0
         """The number of reconciles in a row that failed."""
@@ -363,10 +361,9 @@ class JobLoop:
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
-            self._followed = {**self._vanished_sidecars(job, pods), **hosts}
             heard = self._sidecars.reports  # includes the final reports of those that are dropped next
             self._sidecars.want_holdings(_holdings_matter(job, self._owned_objects.placement))
-            self._sidecars.follow(self._followed)
+            self._sidecars.follow(hosts, keep=self._vanished_members(job, pods))
         return Observation(
             now=context.clock(),
             job=job,
@@ -390,14 +387,13 @@ class JobLoop:
             budget_problem=self._owned_objects.budget_problem,
         )
 
-    def _vanished_sidecars(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
-        """Returns the polled sidecars of the attempt that have no pod object, as after a forced deletion.
+    def _vanished_members(self, job: JobView, pods: Iterable[PodView]) -> set[str]:
+        """Returns the UIDs of the attempt's pods that have no object, as after a forced deletion.
         Until the next attempt is decided they may still train, and only their reports show how far."""
         recovery, placement = job.status.recovery, self._owned_objects.placement
         if recovery is None or recovery.decided_at is not None or placement is None:
-            return {}
-        gone = {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
-        return {uid: host for uid, host in self._followed.items() if uid in gone}
+            return set()
+        return {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
 
     async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
         """Writes the status, or returns the seconds until it may be written.

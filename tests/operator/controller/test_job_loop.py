@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
@@ -69,7 +69,7 @@ class Silent:
     def __init__(self, *_: object, **__: object) -> None:
         """Whatever the real ones want to know."""
 
-    def follow(self, hosts: Mapping[str, str]) -> None:
+    def follow(self, hosts: Mapping[str, str], keep: Collection[str] = ()) -> None:
         """Nobody is listened to."""
 
     def want_holdings(self, wanted: bool) -> None:

@@ -22,6 +22,7 @@ from tiercheck.protocol.names import (
     VANISHED,
 )
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
+from tiercheck_operator.controller.failures.hangs import count_in_a_row
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import NodeView, Observation, PodView
 from tiercheck_operator.model.parsing import trainer_name
@@ -266,7 +267,7 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
     """Returns the report of a worker that failed to start on the same node again, else None.
     `pods`: by worker."""
     before, recovery = obs.job.status.failed_start, obs.job.status.recovery
-    if before is None or before.times + 1 < _TIMES or before.worker in before.moved:
+    if before is None or before.worker in before.moved:
         return None
     if recovery is None or recovery.decided_at is not None or recovery.cause != Cause.TRAINER_CRASH.value:
         return None
@@ -275,7 +276,7 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
     if len(heard) < obs.size or obs.now < recovery.detected_at + crash_pause(obs, recovery):
         return None  # another one may still turn out to have failed as well
     found = _failed_start(obs, recovery, pods)
-    if found is None or (found.worker, pods[found.worker].node) != (before.worker, before.node):
+    if found is None or count_in_a_row(before, found.worker, pods[found.worker].node) < _TIMES:
         return None
     facts = facts_of_exit(found, pods[found.worker])
     rule = first_match(obs.job.spec.rules, Cause.TRAINER_CRASH, facts, obs.nodes)
@@ -297,8 +298,7 @@ def note_failed_start(
     node = members[found.worker].node if found is not None else None
     if found is None or node is None:
         return before
-    again = before is not None and (before.worker, before.node) == (found.worker, node)
-    times = before.times + 1 if before is not None and again else 1
+    times = count_in_a_row(before, found.worker, node)
     return FailedStartRecord(found.worker, node, times, before.moved if before is not None else ())
 
 

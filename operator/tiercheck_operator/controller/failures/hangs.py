@@ -18,7 +18,7 @@ from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause, Finding, listed
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
+from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 
 _TIMES = 2
 """The number of hangs in a row behind the same worker on the same node after which it moves."""
@@ -63,25 +63,23 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
 
 def find_repeat_straggler(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
     """Returns the pod that holds the others up as last time, on the same node. `pods`: by worker."""
-    before = obs.job.status.hang
-    if before is None or before.times + 1 < _TIMES:
-        return None
-    found = find_hang(obs, pods)
-    straggler = found.straggler if found is not None else None
-    return (
-        straggler
-        if straggler is not None and (straggler.worker, straggler.node) == (before.worker, before.node)
-        else None
-    )
+    found = find_hang(obs, pods) if obs.job.status.hang is not None else None
+    record = note_hang(obs.job.status, found)
+    return found.straggler if found is not None and record is not None and record.times >= _TIMES else None
 
 
 def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
     """Returns the record for the status when a hang leads to a new attempt."""
     if hang is None or hang.straggler is None or hang.straggler.node is None:
         return None
-    worker, node, before = hang.straggler.worker, hang.straggler.node, status.hang
-    again = before is not None and (before.worker, before.node) == (worker, node)
-    return HangRecord(worker, node, before.times + 1 if before is not None and again else 1)
+    worker, node = hang.straggler.worker, hang.straggler.node
+    return HangRecord(worker, node, count_in_a_row(status.hang, worker, node))
+
+
+def count_in_a_row(before: HangRecord | FailedStartRecord | None, worker: int, node: str | None) -> int:
+    """Returns how often in a row the worker was at fault on this node, this time included."""
+    same = before is not None and (before.worker, before.node) == (worker, node)
+    return before.times + 1 if before is not None and same else 1
 
 
 def _running(obs: Observation, pod: PodView) -> Report | None:
