@@ -88,18 +88,17 @@ class Config:
         def seconds(name: str, usual: float) -> float:
             return _parsed(env, f"TIERCHECK_{name.upper()}_SECONDS", usual, float)
 
-        host, port = _address(env, "TIERCHECK_METRICS_ADDRESS", (default.metrics_host, default.metrics_port))
+        usual = default.metrics_host, default.metrics_port
+        host, port = _parsed(env, "TIERCHECK_METRICS_ADDRESS", usual, _address)
         return Config(
             namespaces=_names(env, "TIERCHECK_NAMESPACES"),
-            metrics_host=host,
+            metrics_host=host or default.metrics_host,
             metrics_port=port,
             metrics_tls=env.get("TIERCHECK_METRICS_TLS", ""),
             sidecar_image=env.get("TIERCHECK_SIDECAR_IMAGE") or default.sidecar_image,
-            sidecar_pull_policy=_one_of(
-                env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")
-            ),
+            sidecar_pull_policy=_parsed(env, "TIERCHECK_SIDECAR_PULL_POLICY", "", _pull_policy),
             sidecar_pull_secrets=_names(env, "TIERCHECK_SIDECAR_PULL_SECRETS"),
-            lease=_lease(env.get("TIERCHECK_LEASE", "")),
+            lease=_parsed(env, "TIERCHECK_LEASE", default.lease, _lease),
             identity=env.get("TIERCHECK_IDENTITY") or default.identity,
             terms=_parsed(env, "TIERCHECK_LEASE_SECONDS", default.terms, lambda text: Terms.of(float(text))),
             node_memory=NodeMemory(
@@ -118,10 +117,9 @@ def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(env.get(name, "").replace(",", " ").split())
 
 
-def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    text = env.get(name, "").strip()
-    if text and text not in choices:
-        raise ValueError(f"{name}={text!r}: expected one of {', '.join(choices)}")
+def _pull_policy(text: str) -> str:
+    if text not in ("Always", "IfNotPresent", "Never"):
+        raise ValueError("expected one of Always, IfNotPresent, Never")
     return text
 
 
@@ -143,27 +141,22 @@ def _parsed(env: Mapping[str, str], name: str, default: T, parse: Callable[[str]
         raise ValueError(f"{name}={text!r}: {error}") from error
 
 
-def _address(env: Mapping[str, str], name: str, default: tuple[str, int]) -> tuple[str, int]:
-    text = env.get(name, "")
-    if not text:
-        return default
+def _address(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not separator or not port.isdigit():
-        raise ValueError(f"{name}={text!r}: expected HOST:PORT")
-    return host.strip("[]") or default[0], int(port)
+        raise ValueError("expected HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 def _lease(text: str) -> tuple[str, str] | None:
-    if not text.strip():
-        return None
-    namespace, _, name = text.strip().partition("/")
+    namespace, _, name = text.partition("/")
     if not namespace or not name or "/" in name:
-        raise ValueError(f"TIERCHECK_LEASE={text!r}: expected NAMESPACE/NAME")
+        raise ValueError("expected NAMESPACE/NAME")
     return namespace, name
 
 
 def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
-    host, port = _address(env, "TIERCHECK_WEBHOOK_ADDRESS", ("", 0))
+    host, port = _parsed(env, "TIERCHECK_WEBHOOK_ADDRESS", ("", 0), _address)
     namespace, _, secret = env.get("TIERCHECK_WEBHOOK_SECRET", "").partition("/")
     configuration = env.get("TIERCHECK_WEBHOOK_CONFIGURATION", "")
     hosts = tuple(env.get("TIERCHECK_WEBHOOK_HOSTS", "").split())

@@ -112,12 +112,9 @@ def find_trigger(situation: Situation) -> Trigger | None:
             "only: it was edited or restored. The next attempt is counted from there",
             None,
         )
-    mismatch = replay_mismatch(situation)
-    if mismatch is not None:
-        return mismatch
-    suspected = _suspected(situation)
-    if suspected is not None:
-        return suspected
+    found = replay_mismatch(situation) or _suspected(situation)
+    if found is not None:
+        return found
     failed = failed_trainers(situation, situation.members) if not situation.all_trainers_well else []
     if failed:
         first = failed[0]
@@ -287,13 +284,9 @@ def _lost_members(situation: Situation) -> Trigger:
         tuple(dict.fromkeys(filter(None, nodes))),
     )
     stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
-    message = "; ".join(filter(None, [domain, _summary(losses)]))
+    more = f"and {len(losses) - 4} more" if len(losses) > 4 else ""
+    message = "; ".join(filter(None, [domain, *(loss.message for loss in losses[:4]), more]))
     return Trigger(cause, message, min(times, default=None), merge_facts(NO_FACTS, facts), stalled)
-
-
-def _summary(losses: Sequence[Loss]) -> str:
-    text = "; ".join(loss.message for loss in losses[:4])
-    return f"{text}; and {len(losses) - 4} more" if len(losses) > 4 else text
 
 
 # A limit on all restarts of a job would end a run of three months for ten unrelated crashes. A job that

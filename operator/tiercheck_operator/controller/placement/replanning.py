@@ -66,11 +66,7 @@ def replan(
     if status.recovery is not None or len(reports) < situation.size:
         return Replanned(saved)
     if situation.job.spec.topology_problem:
-        told = Finding(
-            conditions.TOPOLOGY_NOT_FOUND,
-            f"{situation.job.spec.topology_problem}. Copies stay where they are",
-        )
-        return Replanned(saved, placed=told)
+        return _unmoved(saved, conditions.TOPOLOGY_NOT_FOUND, situation.job.spec.topology_problem)
     if saved.leaving:
         return _under_way(situation, status, saved, reports)
     if any(
@@ -81,22 +77,21 @@ def replan(
     room = rooms(situation.job.spec, situation.copies, reports.values())
     layout = lay_out(situation, room.bytes, room.copy_bytes)
     if isinstance(layout, CannotPlace):
-        return Replanned(
-            saved, placed=Finding(layout.reason, f"{layout.message}. Copies stay where they are")
-        )
+        return _unmoved(saved, layout.reason, layout.message)
     checked = _digest(situation, layout, room.copies)
     if checked == saved.replanning.checked:
         return Replanned(saved)
     try:
         change = _change(situation, layout, saved, room.copies)
     except ValueError as error:
-        return Replanned(
-            saved,
-            placed=Finding(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}. Copies stay where they are"),
-        )
+        return _unmoved(saved, conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
     if change.saved is None:
         return _settled(layout, saved, checked, change.reason)
     return _begin_when_reason_lasts(situation, layout, saved, change)
+
+
+def _unmoved(saved: SavedPlacement, reason: str, why: str) -> Replanned:
+    return Replanned(saved, placed=Finding(reason, f"{why}. Copies stay where they are"))
 
 
 @dataclass(frozen=True)
