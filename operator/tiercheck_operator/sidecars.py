@@ -248,8 +248,7 @@ class JobSidecars:
                 each.listening = asyncio.create_task(self._listen(each), name=f"sidecar {host}")
 
     def want_holdings(self, wanted: bool) -> None:
-        """Sets whether reports include holdings. Once they do, sidecars without a current list are called at
-        once; once they do not, the lists are dropped."""
+        """Sets whether reports include holdings; then sidecars without a current list are called."""
         if wanted == self._holdings:
             return
         self._holdings = wanted
@@ -261,8 +260,7 @@ class JobSidecars:
                 each.known = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
-        """Requests a report now, beside the long poll under way. Silent sidecars are called repeatedly in any
-        case."""
+        """Requests a report now, beside the long poll. Silent sidecars are called repeatedly in any case."""
         each = self._followed.get(uid)
         if each is not None and uid not in self._silent:
             each.again = True
@@ -312,8 +310,7 @@ class JobSidecars:
             await asyncio.sleep(pause)
 
     def _pace(self) -> tuple[float, float]:
-        """Returns seconds that a long poll waits, and that pass until the next. Both grow with the
-        workers."""
+        """Returns the seconds of a long poll, and until the next one. Both grow with the workers."""
         many = len(self._followed)
         return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
@@ -435,8 +432,7 @@ class JobSidecars:
         return self._accept(each, text, ahead)
 
     def _accept(self, each: FollowedSidecar, text: bytes, ahead: float) -> Report:
-        """Returns the report in an answer, without its lists where all answers of the job together are too
-        large. Raises SidecarError."""
+        """Returns the report in an answer, without lists if the job's are too large. Raises SidecarError."""
         try:
             report = read_report(text)
         except Malformed as error:
@@ -483,8 +479,7 @@ class JobSidecars:
             self._wake()
 
     def _not_heard(self, each: FollowedSidecar, why: SidecarError, since: float, sign: HostProbe) -> None:
-        """Records a failed call. `since`: when an answer was due; `sign`: the reaction of its host to a
-        probe."""
+        """Records a failed call. `since`: when an answer was due; `sign`: its host's reaction to a probe."""
         if self._followed.get(each.uid) is not each:
             return
         known = each.known
@@ -537,8 +532,7 @@ def _without_holdings(report: Report) -> Report:
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:
-    """Replaces equal parts by one object, in place: ranks of a worker hold the same few versions and
-    sizes."""
+    """Replaces equal parts by one object, in place: ranks of a worker hold the same few versions."""
     same: dict[object, Any] = {}
     known, put = same.setdefault, object.__setattr__
     for each in holdings:
@@ -581,8 +575,7 @@ async def _knock(address: str) -> HostProbe:
 
 
 def _stepped(before: Report | None, after: Report) -> bool:
-    """Returns whether the trainer made a step between the two. A restarted sidecar's first step is an old
-    one."""
+    """Returns whether the trainer made a step. A restarted sidecar's first step is an old one."""
     if before is None or before.attempt != after.attempt or before.trainer.step is None:
         return False
     return (after.trainer.step or 0) > before.trainer.step

@@ -33,8 +33,7 @@ _END = b"-----END CERTIFICATE-----\n"
 
 
 def renew_when_due(current: KeyPair | None, hosts: Sequence[str], now: datetime.datetime) -> KeyPair | None:
-    """Returns a replacement for `current`; None: it stays valid for long enough.
-    The replacement's authorities are the new one and then the last one."""
+    """Returns a replacement, with the last authority beside its own; None: `current` is valid for long."""
     if current is not None and _good(current, hosts, now):
         return None
     pair = issue_pair("tiercheck webhook", hosts, _LIFETIME, now)

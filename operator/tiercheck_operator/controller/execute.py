@@ -1,7 +1,4 @@
-"""Carries decisions out, and remembers what the API server refused of them.
-
-No choice is made here, and every action may be repeated.
-"""
+"""Carries decisions out without a choice of its own, and remembers what the API server refused."""
 
 from __future__ import annotations
 
@@ -185,8 +182,7 @@ class Executor:
             self.refusals.note_made(name)
 
     async def _is_late_news(self, job: JobView, name: str) -> bool:
-        """Returns whether the pod exists, and only our view, which may be a moment old, lacks it.
-        Raises NameTaken if it is not this job's."""
+        """Returns whether the pod is there, and our view is late. Raises NameTaken if it is not the job's."""
         found = await self._kube.find(api_server.PODS, job.namespace, name)
         if found is None or _has_identity(job, found):
             return found is not None

@@ -68,8 +68,7 @@ class NotLeading(ApiFailure):
 
 
 class FencedServer(ApiServer):
-    """Checks `may_write` in the sending thread right before each call other than GET.
-    The memory that each object takes is bounded."""
+    """Checks `may_write` in the sending thread before each write, and bounds the memory of each object."""
 
     def __init__(
         self,

@@ -34,8 +34,7 @@ _FORGET = 600.0
 _SERIES, _POSTED = 50, 5000
 """The numbers of remembered series per job and of Events about other objects; oldest dropped first."""
 _LONG_QUIET = 3600.0
-"""Seconds in which the same Event about an object other than a job is posted once only.
-Such objects do not change until a user corrects their templates."""
+"""Seconds between two equal Events about an object that is no job: it waits for its user."""
 _MESSAGE_LIMIT = 1024
 POD_REMOVED = "PodRemoved"
 """Reason of the Event about each pod that the operator deletes."""

@@ -1,7 +1,4 @@
-"""Reads and creates the objects that a job owns, and caches facts about the cluster.
-
-A job owns its Service, Secret and placement ConfigMap; each is created when it is missing.
-"""
+"""Reads and creates the objects that a job owns, and caches facts about the cluster."""
 
 from __future__ import annotations
 
@@ -94,8 +91,7 @@ class OwnedObjects:
             self._no_budget(job, "is not this job's; remove or rename it")
 
     async def ensure_gang(self, job: JobView) -> None:
-        """Creates the PodGroup. `gang_problem` has a refusal's reason until the next `refresh`.
-        Raises ApiFailure if the server did not answer."""
+        """Creates the PodGroup; a refusal is in `gang_problem` until `refresh`. Raises ApiFailure."""
         if self.gang_problem or job.spec.gang is None:
             return
         kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
@@ -222,8 +218,7 @@ DEPLOYMENTS = ApiResource("apps/v1", "deployments")
 
 
 def belonging(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
-    """Returns metadata with an owner reference to the operator's Deployment. Raises ApiFailure.
-    Empty without that Deployment, as for an operator started by hand, or without the right to read it."""
+    """Returns metadata that refers to the operator's Deployment; empty: none is seen. Raises ApiFailure."""
     try:
         deployment = server.find(DEPLOYMENTS, namespace, name)
     except ApiFailure as error:

@@ -126,9 +126,7 @@ class Watched(Generic[V]):
 
 
 def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
-    """Returns `pod` with the times of its last changes by the operator's clock: others may be wrong.
-    Dated are the pod itself, its deletion, its containers' states, its node, the lack of a node, and the
-    recreation of its sandbox."""
+    """Returns `pod` with the times of its last changes by the operator's clock: others may be wrong."""
 
     def since(moment: str, there: bool) -> float | None:
         before: float | None = getattr(known, moment, None)
@@ -153,8 +151,7 @@ def _dated(container: ContainerView, known: ContainerView | None, now: float) ->
 
 
 class ClusterView:
-    """Indexes pods by job and nodes by name for decisions; the indexes are only rebuilt after changes.
-    A view of None stands for an invalid object, which belongs to no job."""
+    """Indexes pods by job and nodes by name. A view of None is an invalid object, which belongs to no job."""
 
     def __init__(self) -> None:
         self.pods: Watched[PodView | None] = Watched()
@@ -213,8 +210,7 @@ def _job_of(pod: PodView) -> tuple[str, str]:
 # does not answer at all, which has the same effect.
 
 _GRACES = 5
-"""Multiples of a watch's grace after which a process that cannot list is restarted.
-Leaves time for a control plane to start."""
+"""Multiples of a watch's grace for a control plane to start; then a process that cannot list restarts."""
 _SETTLE = 1.0
 """Seconds between the start of a watch's listing and the operator's own listing."""
 

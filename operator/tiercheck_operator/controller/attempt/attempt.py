@@ -1,7 +1,4 @@
-"""Begins a new attempt, or returns what it waits for, or gives the job up.
-
-The fencing token is bumped here and nowhere else.
-"""
+"""Begins an attempt (the fencing token is bumped only here), or returns what it waits for."""
 
 from __future__ import annotations
 

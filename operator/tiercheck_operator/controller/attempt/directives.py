@@ -94,8 +94,7 @@ def due_directives(
     *,
     exit_code: int = 0,
 ) -> list[Push]:
-    """Returns directives for sidecars that have answered and follow another one.
-    `exit_code`: that of the launchers, with Finish."""
+    """Returns directives for sidecars that follow another one. `exit_code`: the launchers', with Finish."""
     sources = _sources(obs, status, members, placement, phase)
     directives = build_directives(
         obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code

@@ -264,8 +264,7 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
 
 
 def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
-    """Returns the report of a worker that failed to start on the same node again, else None.
-    `pods`: by worker."""
+    """Returns the report of a worker that failed to start on the same node again, else None."""
     before, recovery = obs.job.status.failed_start, obs.job.status.recovery
     if before is None or before.worker in before.moved:
         return None

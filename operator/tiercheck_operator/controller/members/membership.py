@@ -75,8 +75,7 @@ class Membership:
     lost: Mapping[str, Loss] = field(default_factory=dict)
     """The losses by pod UID, of every pod that is not a member, or is not to stay one."""
     beyond: tuple[PodView, ...] = ()
-    """Members of the current attempt with a number beyond the size of a job that goes on smaller.
-    They get another number."""
+    """Members of the attempt with numbers beyond the size of a smaller job; they get other numbers."""
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]

@@ -82,8 +82,7 @@ def _host(situation: Situation, name: str) -> str:
 
 
 def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[list[Action], float | None]:
-    """Returns the pods to create and delete, and the seconds until a replacement that is put off.
-    Workers in `taken` get a spare instead."""
+    """Returns pods to create and delete, but for workers in `taken`, and the seconds until a put-off one."""
     actions: list[Action] = []
     wait: float | None = None
     unwelcome = preferred_against(situation)

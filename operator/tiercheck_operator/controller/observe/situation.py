@@ -1,7 +1,4 @@
-"""Derives from one observation of a job its members, spares and topology, each only once.
-
-A `Situation` is the observation itself with derived properties, so it is passed on in its place.
-"""
+"""Derives from one observation of a job its members, spares and topology, each only once."""
 
 from __future__ import annotations
 

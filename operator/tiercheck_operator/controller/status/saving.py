@@ -1,7 +1,4 @@
-"""Summarizes sidecar reports for the status, and derives the Events of a change.
-
-The summary has the cadence, deltas, proofs before and after a restore, and final reports.
-"""
+"""Summarizes sidecars' reports of saving and restoring for the status, and derives a change's Events."""
 
 from __future__ import annotations
 

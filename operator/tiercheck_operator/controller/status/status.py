@@ -1,7 +1,4 @@
-"""Derives a job's status: conditions with reason and advice, the phase, progress and tiers.
-
-All functions are pure.
-"""
+"""Derives a job's status by pure functions: conditions with advice, the phase, progress and tiers."""
 
 from __future__ import annotations
 
