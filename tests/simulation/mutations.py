@@ -245,7 +245,7 @@ def _silent_means_dead() -> list[Patch]:
 
 
 def _restart_for_nothing() -> list[Patch]:
-    real = decide.find_trigger
+    real = trigger.find_trigger
 
     def nervous(obs: Any) -> Any:
         found = real(obs)
@@ -258,7 +258,7 @@ def _restart_for_nothing() -> list[Patch]:
             )
         return found
 
-    return [(decide, "find_trigger", nervous)]
+    return [(trigger, "find_trigger", nervous)]
 
 
 def _holes_in_chains() -> list[Patch]:

@@ -34,16 +34,7 @@ from tiercheck.connections import ConnectionAcceptor
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.redaction import redacted
-from tiercheck_operator.attach.injection import (
-    Attachment,
-    attached_job,
-    attachment_of,
-    inject,
-    is_injected,
-    is_job_of,
-    job_name,
-    mark_refused,
-)
+from tiercheck_operator.attach import injection
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_worker_identity
 from tiercheck_operator.attach.trust import CertificateManager
 from tiercheck_operator.config import Config
@@ -72,7 +63,7 @@ class Admission:
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """Returns the pod to use, and a warning if it could not be attached; accepts malformed pods."""
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
-        if not policy or is_injected(pod):
+        if not policy or injection.is_injected(pod):
             return pod, ""
         try:
             async with asyncio.timeout(_REVIEW_PATIENCE):
@@ -85,7 +76,7 @@ class Admission:
             why = f"what is needed could not be read: {error}"
         sentence = redacted(f"TierCheck does not look after this pod: {why}.")
         log.warning("%s/%s: %s", namespace, _named(pod), sentence)
-        return mark_refused(pod, sentence), sentence
+        return injection.mark_refused(pod, sentence), sentence
 
     async def _attached(self, namespace: str, pod: Mapping[str, Any], policy: str) -> dict[str, Any]:
         owner = find_owner(pod)
@@ -99,23 +90,23 @@ class Admission:
             if found is None:
                 raise Unattachable(f"there is no TierCheckPolicy {policy} in namespace {namespace}")
             spec = found.get("spec") or {}
-            attachment = attachment_of(pod, owner, seat, policy, spec.get("procsPerWorker"))
-            job = attached_job(namespace, attachment, spec)
+            attachment = injection.attachment_of(pod, owner, seat, policy, spec.get("procsPerWorker"))
+            job = injection.attached_job(namespace, attachment, spec)
         else:
             # The job defines them: what its pods share must not depend on when a pod is created.
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
-            attachment = Attachment(
+            attachment = injection.Attachment(
                 owner, attach.get("policy") or policy, attach["container"], workers, procs
             )
         remote = (job["spec"].get("tiers") or {}).get("remote") is not None
         cluster = await self._cluster.uid() if remote else ""
-        return inject(pod, attachment, seat, job, self._config, cluster=cluster)
+        return injection.inject(pod, attachment, seat, job, self._config, cluster=cluster)
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """Returns the owner's job; None if there is none, or only an earlier owner's of the same name."""
-        found = await self._read(JOBS, namespace, job_name(owner))
-        return found if found is not None and is_job_of(owner, found) else None
+        found = await self._read(JOBS, namespace, injection.job_name(owner))
+        return found if found is not None and injection.is_job_of(owner, found) else None
 
     async def _policy(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         try:

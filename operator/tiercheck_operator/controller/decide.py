@@ -13,47 +13,21 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report, TrainerState
+from tiercheck_operator.controller.attempt import readiness
 from tiercheck_operator.controller.attempt.attempt import NewAttempt, begin_attempt
 from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
-from tiercheck_operator.controller.attempt.readiness import (
-    Waiting,
-    advance,
-    describe_late_trainers,
-    find_late_trainers,
-    waiting_for_pods,
-)
+from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.failures.hangs import describe_stalled_restore
-from tiercheck_operator.controller.failures.trigger import (
-    GivenUp,
-    find_trigger,
-    reset_restart_count,
-    update_recovery,
-)
 from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
+from tiercheck_operator.controller.members import replacing
 from tiercheck_operator.controller.members.departures import describe_departures
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import describe_unready_nodes
-from tiercheck_operator.controller.members.replacing import (
-    describe_ill_device,
-    describe_owner,
-    evict_lost,
-    refused_beside_workers,
-    replace_pods,
-)
 from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placement.placing import (
-    CannotPlace,
-    Placed,
-    all_copied,
-    budget_actions,
-    describe_found_again,
-    describe_members,
-    describe_moved,
-    place_members,
-)
+from tiercheck_operator.controller.placement import placing
 from tiercheck_operator.controller.placement.replanning import replan
 from tiercheck_operator.controller.status.saving import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
@@ -143,7 +117,7 @@ def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | D
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
-    refused = refused_beside_workers(situation)
+    refused = replacing.refused_beside_workers(situation)
     draft = draft.with_findings(suspended=gone, suspending=not gone, placed=refused)
     if gone and situation.have_gang:  # workers and scheduler may differ when it resumes
         before = [*before, RemoveGang()]
@@ -226,9 +200,9 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
         return conclude(situation, replace(draft, status=status, findings=findings, wake=1.0))
     draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
     if not situation.all_in_place:
-        pods, put_off = replace_pods(situation, upkeep.taken)
+        pods, put_off = replacing.replace_pods(situation, upkeep.taken)
         if situation.job.spec.attach is not None:
-            pods = evict_lost(situation, pods)
+            pods = replacing.evict_lost(situation, pods)
         draft = draft.with_actions(*pods).with_wake(put_off)
     growth = seconds_to_growth(situation) if situation.may_resize else None
     return draft.with_actions(*upkeep.actions).with_wake(upkeep.wake, situation.seconds_to_deadline, growth)
@@ -236,7 +210,7 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Records in the status the recovery that the job needs, if any."""
-    recovery = situation.resumption or update_recovery(situation, find_trigger(situation))
+    recovery = situation.resumption or trigger.update_recovery(situation, trigger.find_trigger(situation))
     return replace(draft, status=replace(draft.status, recovery=recovery))
 
 
@@ -249,12 +223,12 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     if isinstance(outcome, NewAttempt):
         draft = replace(draft, status=outcome.status, placement=outcome.placement)
         return draft.with_actions(SavePlacement(outcome.placement)).with_findings(placed=outcome.placed)
-    if isinstance(outcome, GivenUp):
+    if isinstance(outcome, trigger.GivenUp):
         return conclude(situation, replace(draft, wake=None).with_findings(failed=outcome))
-    if isinstance(outcome, CannotPlace):
+    if isinstance(outcome, placing.CannotPlace):
         return conclude(situation, draft.with_findings(unplaced=outcome, waiting=outcome))
-    draft = draft.with_findings(unplaced=waiting_for_pods(situation), waiting=outcome)
-    draft = replace(draft, after=outcome.probes if isinstance(outcome, Waiting) else ())
+    draft = draft.with_findings(unplaced=readiness.waiting_for_pods(situation), waiting=outcome)
+    draft = replace(draft, after=outcome.probes if isinstance(outcome, readiness.Waiting) else ())
     return conclude(situation, draft.with_wake(outcome.wake_after, 60.0))
 
 
@@ -263,11 +237,11 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
     status = draft.status
     if draft.placement is not None and draft.placement.attempt == status.attempt:
         return draft
-    placed = place_members(situation)
-    if isinstance(placed, CannotPlace):
+    placed = placing.place_members(situation)
+    if isinstance(placed, placing.CannotPlace):
         return conclude(situation, draft.with_findings(unplaced=placed))
     saved = placed.as_saved(status.attempt, situation.membership)
-    status = replace(status, placement=describe_found_again(status.placement, placed.record))
+    status = replace(status, placement=placing.describe_found_again(status.placement, placed.record))
     draft = replace(draft, status=status, placement=saved)
     return draft.with_actions(SavePlacement(saved)).with_findings(placed=placed.found)
 
@@ -279,9 +253,9 @@ def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     reports = {} if begun else situation.attempt_reports
     status, until_reset = draft.status, None
     if status.recovery is not None:
-        status = advance(situation, status, reports)
+        status = readiness.advance(situation, status, reports)
     if status.counted:
-        status, until_reset = reset_restart_count(situation, status, reports)
+        status, until_reset = trigger.reset_restart_count(situation, status, reports)
     return replace(draft, status=status, reports=reports).with_wake(until_reset)
 
 
@@ -298,7 +272,7 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
         draft = replace(draft, after=(*keep, *moved.probes))
     else:
         draft = replace(draft.with_actions(*keep), after=moved.probes)
-    record = describe_moved(draft.status.placement, moved.record, saved, moved.saved)
+    record = placing.describe_moved(draft.status.placement, moved.record, saved, moved.saved)
     draft = replace(draft, status=replace(draft.status, placement=record), placement=moved.saved)
     return draft.with_findings(placed=moved.placed).with_wake(moved.wake)
 
@@ -311,15 +285,15 @@ def report_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraf
     rules: tuple[tuple[bool, Callable[[], Finding | None]], ...] = (
         (bool(going), lambda: describe_departures(going, situation.refused)),
         (any(n.lost for n in situation.nodes.values()), lambda: describe_unready_nodes(situation, members)),
-        (bool(situation.refused), lambda: refused_beside_workers(situation)),
-        (any(pod.ill for pod in members.values()), lambda: describe_ill_device(members)),
-        (situation.owner_size is not None, lambda: describe_owner(situation)),
+        (bool(situation.refused), lambda: replacing.refused_beside_workers(situation)),
+        (any(pod.ill for pod in members.values()), lambda: replacing.describe_ill_device(members)),
+        (situation.owner_size is not None, lambda: replacing.describe_owner(situation)),
     )
     found = next((said for due, describe in rules if due and (said := describe())), None)
     told = draft.status.condition(conditions.PLACED)
     if found is None and draft.findings.placed is None and told is not None and told.reason in _PASSING:
-        worth = describe_members(situation, draft.placement)
-        found = worth.found if isinstance(worth, Placed) else worth
+        worth = placing.describe_members(situation, draft.placement)
+        found = worth.found if isinstance(worth, placing.Placed) else worth
     return draft if found is None else draft.with_findings(placed=found)
 
 
@@ -327,9 +301,9 @@ def report_stalled_release(situation: Situation, draft: DecisionDraft) -> Decisi
     """Reports which restore is stalled, or which trainer the release waits for."""
     if not draft.status.is_restoring:
         return draft
-    late = find_late_trainers(situation, draft.status, draft.reports)
+    late = readiness.find_late_trainers(situation, draft.status, draft.reports)
     still = describe_stalled_restore(situation, draft.status, draft.reports)
-    found = describe_late_trainers(situation, late) if late else still
+    found = readiness.describe_late_trainers(situation, late) if late else still
     return draft if found is None else draft.with_findings(waiting=found)
 
 
@@ -342,7 +316,7 @@ def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft
     phase = wanted_phase(draft.status)
     directives = due_directives(situation, draft.status, members, draft.placement, phase)
     probes = due_probes(situation, situation.evidence)
-    draft = draft.with_findings(copied=all_copied(draft.reports, members, directives))
+    draft = draft.with_findings(copied=placing.all_copied(draft.reports, members, directives))
     draft = replace(draft, after=(*directives, *probes, *draft.after))
     return draft.with_wake(seconds_to_next_look(situation, situation.evidence))
 
@@ -379,7 +353,7 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
     return Decision(
         draft.before,
         record,
-        (*draft.after, *budget_actions(situation, budget)),
+        (*draft.after, *placing.budget_actions(situation, budget)),
         notices(situation.job.status, record),
         soonest(draft.wake, budget.wake_after),
     )

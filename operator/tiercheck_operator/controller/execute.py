@@ -1,4 +1,7 @@
-"""Carries decisions out without a choice of its own, and remembers what the API server refused."""
+"""Carries decisions out, and remembers what the API server refused of them.
+
+No choice is made here, and every action may be repeated.
+"""
 
 from __future__ import annotations
 

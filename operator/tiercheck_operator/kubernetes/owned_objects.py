@@ -22,17 +22,6 @@ from tiercheck_operator.kubernetes.api_server import (
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests import owned
-from tiercheck_operator.manifests.owned import (
-    GANGS,
-    Credentials,
-    build_budget,
-    build_gang,
-    build_placement,
-    build_secret,
-    build_service,
-    parse_placement,
-    parse_secret,
-)
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name
 from tiercheck_operator.model.status import parse_time
@@ -48,7 +37,7 @@ class OwnedObjects:
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self.credentials: Credentials | None = None
+        self.credentials: owned.Credentials | None = None
         self.placement: SavedPlacement | None = None
         self.have_service = False
         self.have_secret = False
@@ -61,10 +50,10 @@ class OwnedObjects:
         """Reads the existing objects. Known credentials stay: sidecars use them even without the Secret."""
         secret = await self._own(SECRETS, owned.credentials_name(job), job)
         self.have_secret = secret is not None
-        self.credentials = _parsed(job, secret, parse_secret) or self.credentials
+        self.credentials = _parsed(job, secret, owned.parse_secret) or self.credentials
         self.have_service = await self._own(SERVICES, owned.service_name(job), job) is not None
         saved = await self._own(CONFIG_MAPS, placement_name(job.name), job)
-        self.placement = _parsed(job, saved, parse_placement)
+        self.placement = _parsed(job, saved, owned.parse_placement)
         self.gang_problem = ""  # it is tried again
         if job.spec.attach is None:
             await self._refresh_budget(job)
@@ -94,7 +83,7 @@ class OwnedObjects:
         """Creates the PodGroup; a refusal is in `gang_problem` until `refresh`. Raises ApiFailure."""
         if self.gang_problem or job.spec.gang is None:
             return
-        kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
+        kind, name, body = owned.GANGS[job.spec.gang], job.name, owned.build_gang(job)
         try:
             found = await self._kube.create_or_find(pod_groups(job.spec.gang), job.namespace, body)
         except ApiFailure as error:
@@ -124,7 +113,7 @@ class OwnedObjects:
         """Writes the budget. Never raises: `budget_problem` has the error; the next `refresh` rereads it."""
         if self.budget_problem:
             return
-        body = build_budget(job, min_available)
+        body = owned.build_budget(job, min_available)
         try:
             if self.budget is None:
                 await self._kube.create(DISRUPTION_BUDGETS, job.namespace, body)
@@ -158,17 +147,17 @@ class OwnedObjects:
 
     async def ensure_credentials(self, job: JobView) -> None:
         credentials = self.credentials or issue(job.uid)
-        if await self._create(SECRETS, build_secret(job, credentials), job):
+        if await self._create(SECRETS, owned.build_secret(job, credentials), job):
             self.credentials, self.have_secret = credentials, True
         else:
             await self.refresh(job)
 
     async def ensure_service(self, job: JobView) -> None:
-        await self._create(SERVICES, build_service(job), job)
+        await self._create(SERVICES, owned.build_service(job), job)
         self.have_service = True
 
     async def save_placement(self, job: JobView, placement: SavedPlacement) -> None:
-        body = build_placement(job, placement)
+        body = owned.build_placement(job, placement)
         if not await self._create(CONFIG_MAPS, body, job):
             await self._kube.replace(CONFIG_MAPS, job.namespace, placement_name(job.name), body)
         self.placement = placement
@@ -185,7 +174,7 @@ class OwnedObjects:
 
 def pod_groups(scheduler: str) -> ApiResource:
     """Returns the PodGroup resource of a gang scheduler, by its name in the job."""
-    kind = GANGS[scheduler]
+    kind = owned.GANGS[scheduler]
     return ApiResource(f"{kind.group}/{kind.version}", "podgroups")
 
 

@@ -13,18 +13,6 @@ from typing import Any, NamedTuple
 
 from tiercheck.protocol import names
 from tiercheck_operator.manifests import owned, pod_settings
-from tiercheck_operator.manifests.owned import join_gang
-from tiercheck_operator.manifests.pod_settings import (
-    NodeMemory,
-    environment,
-    is_on_host,
-    memory_volume,
-    node_volume,
-    preparation,
-    resolve_cluster_names,
-    spare_ports,
-    worker_ports,
-)
 from tiercheck_operator.manifests.resources import Resources, compute_resources
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.model.serialization import parse_quantity
@@ -43,7 +31,7 @@ _OF_ONE_POD = (
 )  # fmt: skip
 """Labels and annotations that a template may have from a pod, and that are not about each new one."""
 
-_NODE_MEMORY = NodeMemory()
+_NODE_MEMORY = pod_settings.NodeMemory()
 
 _RESTRICTED: dict[str, Any] = {
     "allowPrivilegeEscalation": False,
@@ -75,13 +63,14 @@ def build_pod(
     *,
     prefer: str = "",
     unwelcome: Sequence[str] = (),
-    node_memory: NodeMemory = _NODE_MEMORY,
+    node_memory: pod_settings.NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """Builds the pod of `worker`. Raises Unbuildable.
     It is never scheduled onto `avoid_nodes`; if possible onto `prefer` and not onto `unwelcome` (host names).
     """
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
-    name, ports = owned.pod_name(job, worker, incarnation), worker_ports(job.identity, worker, incarnation)
+    name = owned.pod_name(job, worker, incarnation)
+    ports = pod_settings.worker_ports(job.identity, worker, incarnation)
     place = _Hosts(avoid_nodes, unwelcome, prefer)
     kit = {"worker": str(worker), "ports": ports, "image": sidecar_image, "node_memory": node_memory}
     return _build(job, name, labels, place, **kit)
@@ -94,11 +83,11 @@ def build_spare(
     sidecar_image: str,
     *,
     unwelcome: Sequence[str] = (),
-    node_memory: NodeMemory = _NODE_MEMORY,
+    node_memory: pod_settings.NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """Builds a pod as a worker's, but without identity, which it gets later. Raises Unbuildable."""
     labels = {names.LABEL_SPARE: str(number)}
-    name, ports = owned.spare_name(job, number), spare_ports(job.identity, number)
+    name, ports = owned.spare_name(job, number), pod_settings.spare_ports(job.identity, number)
     place = _Hosts(avoid_nodes, unwelcome)
     kit = {"worker": names.SPARE_WORKER, "ports": ports, "image": sidecar_image, "node_memory": node_memory}
     return _build(job, name, labels, place, **kit)
@@ -138,7 +127,7 @@ def _made(
     worker: str,
     ports: int,
     image: str,
-    node_memory: NodeMemory,
+    node_memory: pod_settings.NodeMemory,
 ) -> dict[str, Any]:
     """Builds a pod. `worker`: its value in the containers' environment.
     `ports`: the first of the sidecar's ports if the pod is in its node's network."""
@@ -155,14 +144,14 @@ def _made(
     metadata["annotations"] = {**notes, **job.queue_annotations}
     if place.avoid:
         metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(place.avoid))
-    join_gang(job, metadata, spec)
+    owned.join_gang(job, metadata, spec)
     spec["restartPolicy"] = "OnFailure"
     spec["automountServiceAccountToken"] = False
     spec["hostname"] = metadata["name"]
     spec["subdomain"] = owned.service_name(job)
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
-    resolve_cluster_names(spec)
+    pod_settings.resolve_cluster_names(spec)
     inject_sidecar(
         job, worker, spec, names.TRAINER_CONTAINER, image, host_ports=ports, node_memory=node_memory
     )
@@ -183,7 +172,7 @@ def inject_sidecar(
     image: str,
     *,
     host_ports: int,
-    node_memory: NodeMemory = _NODE_MEMORY,
+    node_memory: pod_settings.NodeMemory = _NODE_MEMORY,
 ) -> None:
     """Adds to `spec`, any PodSpec, everything that makes it the pod of a worker.
     `trainer`: the container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod
@@ -192,8 +181,8 @@ def inject_sidecar(
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
         spec["resources"] = shares.pod
-    folder = preparation(job, node_memory, image, _security(spec), shares.init)
-    first = host_ports if is_on_host(spec) else None
+    folder = pod_settings.preparation(job, node_memory, image, _security(spec), shares.init)
+    first = host_ports if pod_settings.is_on_host(spec) else None
     spec["initContainers"] = [
         _library(spec, image, shares.init),
         *([folder] if job.spec.node_memory else []),
@@ -231,7 +220,7 @@ def _sidecar(
     worker: str,
     spec: Mapping[str, Any],
     image: str,
-    node_memory: NodeMemory,
+    node_memory: pod_settings.NodeMemory,
     *,
     resources: Resources,
     host_ports: int | None,
@@ -243,7 +232,7 @@ def _sidecar(
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
         {"name": names.ENV_GRACE_SECONDS, "value": str(grace if grace >= 0 else 1)},
-        *(environment(node_memory) if job.spec.node_memory else []),
+        *(pod_settings.environment(node_memory) if job.spec.node_memory else []),
         *([] if host_ports is None else [{"name": names.ENV_FIRST_PORT, "value": str(first)}]),
     ]
     mounts = [
@@ -317,11 +306,14 @@ def _identity(job: JobView, worker: str) -> list[dict[str, Any]]:
     ]
 
 
-def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
+def _volumes(job: JobView, node_memory: pod_settings.NodeMemory) -> list[dict[str, Any]]:
     memory: dict[str, Any] = {"emptyDir": {"medium": "Memory", "sizeLimit": job.spec.size_limit}}
     volumes: list[dict[str, Any]] = [
-        {"name": "tiercheck-memory", **(memory_volume(job, node_memory) if job.spec.node_memory else memory)},
-        *([node_volume(node_memory)] if job.spec.node_memory else []),
+        {
+            "name": "tiercheck-memory",
+            **(pod_settings.memory_volume(job, node_memory) if job.spec.node_memory else memory),
+        },
+        *([pod_settings.node_volume(node_memory)] if job.spec.node_memory else []),
         {"name": "tiercheck-run", "emptyDir": {}},
         {"name": "tiercheck-library", "emptyDir": {}},
         {

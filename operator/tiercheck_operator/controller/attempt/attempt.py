@@ -7,38 +7,15 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller.attempt.readiness import (
-    waiting_for_explanation,
-    waiting_for_hand_over,
-    waiting_for_pods,
-    waiting_for_sidecars,
-    waiting_to_retry,
-)
+from tiercheck_operator.controller.attempt import readiness
+from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.failures.exits import MatchedRule, match_rule, note_failed_start
 from tiercheck_operator.controller.failures.hangs import find_hang, note_hang
-from tiercheck_operator.controller.failures.trigger import (
-    fail_by_restart_limit,
-    fail_by_rule,
-    fail_hopeless_start,
-)
 from tiercheck_operator.controller.members.membership import members_digest
-from tiercheck_operator.controller.observe.inventories import (
-    adopted_history,
-    find_remote_trouble,
-    last_attempt,
-    oldest_step,
-    pose_recovery,
-    reports_of,
-    without_versions,
-)
+from tiercheck_operator.controller.observe import inventories
 from tiercheck_operator.controller.observe.memory import largest_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placement.placing import (
-    CannotPlace,
-    Placed,
-    describe_found_again,
-    place_members,
-)
+from tiercheck_operator.controller.placement import placing
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
@@ -74,33 +51,34 @@ class NewAttempt:
 def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Finding:
     """Returns the next attempt if everything that it needs is known, else what is missing."""
     verdict = match_rule(situation, recovery)
-    given_up = fail_hopeless_start(situation)
+    given_up = trigger.fail_hopeless_start(situation)
     if given_up is None and not Cause.parse(recovery.cause).in_place:
         # A pod is lost, whatever else may show; the rule applies without waiting for a replacement.
-        given_up = fail_by_rule(recovery, verdict)
+        given_up = trigger.fail_by_rule(recovery, verdict)
     if given_up is not None:
         return given_up
     waiting = (
-        waiting_for_pods(situation)
-        or waiting_for_explanation(situation, recovery)
-        or waiting_for_hand_over(situation)
-        or waiting_for_sidecars(situation, recovery)
-        or waiting_to_retry(situation, recovery)
+        readiness.waiting_for_pods(situation)
+        or readiness.waiting_for_explanation(situation, recovery)
+        or readiness.waiting_for_hand_over(situation)
+        or readiness.waiting_for_sidecars(situation, recovery)
+        or readiness.waiting_to_retry(situation, recovery)
     )
     if waiting is not None:
         return waiting
-    given_up = fail_by_rule(recovery, verdict) or fail_by_restart_limit(situation, recovery, verdict)
+    by_rule = trigger.fail_by_rule(recovery, verdict)
+    given_up = by_rule or trigger.fail_by_restart_limit(situation, recovery, verdict)
     if given_up is not None:
         return given_up
-    placed = place_members(situation)
-    if isinstance(placed, CannotPlace):
+    placed = placing.place_members(situation)
+    if isinstance(placed, placing.CannotPlace):
         return placed
     spec, status = situation.job.spec, situation.job.status
     first = status.attempt == 0
     if first and (crowded := why_too_small(spec, largest_share(placed.holders, placed.groups))):
-        return CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
-    reports, history = reports_of(situation, situation.members), _line_so_far(situation, recovery)
-    problem = pose_recovery(spec, situation.size, history, reports, placed.groups)
+        return placing.CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
+    reports, history = inventories.reports_of(situation, situation.members), _line_so_far(situation, recovery)
+    problem = inventories.pose_recovery(spec, situation.size, history, reports, placed.groups)
     remote = problem.remote
     # A sidecar with a newer attempt than the status, which was edited or restored, would refuse a lower one.
     number = max(status.attempt, situation.newest_attempt) + 1
@@ -109,8 +87,8 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Find
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
-        history = adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
-        number = max(number, last_attempt(remote) + 1)
+        history = inventories.adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
+        number = max(number, inventories.last_attempt(remote) + 1)
     problem = replace(
         problem,
         history=history,
@@ -123,7 +101,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Find
     )
     outcome = _choose_outcome(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
-        trouble = find_remote_trouble(reports)
+        trouble = inventories.find_remote_trouble(reports)
         said = f" {trouble.message}" if remote.undecided and remote.reachable is False else ""
         reason = trouble.reason if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Finding(reason, f"{outcome.reason}.{said}", situation.patience.retry)
@@ -153,7 +131,7 @@ def _listing_is_complete(remote: RemoteInventory, reports: list[Report]) -> bool
 
 def _still_needed(history: History, problem: RecoveryProblem) -> History:
     """Returns the history without attempts that left nothing, so that directives do not grow at restarts."""
-    oldest = oldest_step(problem.inventories, problem.remote)
+    oldest = inventories.oldest_step(problem.inventories, problem.remote)
     restored = history.branches[-1].base_step
     return history.since(restored if oldest is None else min(oldest, restored))
 
@@ -164,7 +142,7 @@ def _choose_outcome(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
     if hopeless_ones:
         deltas = len(recovery.failed_versions) < _SNAPSHOTS_ONLY
-        outcome = decide_recovery(without_versions(problem, hopeless_ones, deltas=deltas))
+        outcome = decide_recovery(inventories.without_versions(problem, hopeless_ones, deltas=deltas))
         if isinstance(outcome, Recover):
             return outcome
     return decide_recovery(problem)
@@ -178,7 +156,7 @@ def _next_status(
     history: History,
     number: int,
     outcome: Recover | StartFresh,
-    placed: Placed,
+    placed: placing.Placed,
 ) -> JobRecord:
     status = situation.job.status
     step = outcome.version.step if isinstance(outcome, Recover) else 0
@@ -210,7 +188,9 @@ def _next_status(
         crash_step=before if verdict.counts else status.crash_step,
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
-        placement=describe_found_again(status.placement, placed.record) if in_place else placed.record,
+        placement=placing.describe_found_again(status.placement, placed.record)
+        if in_place
+        else placed.record,
         # After a pod loss, memory tiers are incomplete until the coordinator reports a complete version.
         # Versions newer than the step that all go back to are given up in every tier.
         tiers={
@@ -257,6 +237,6 @@ def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Finding:
     if remote.reachable is None:
         text = "the remote tier is being looked at for the first time"
         return Finding(conditions.WAITING_FOR_SIDECARS, text, 1.0)
-    trouble = find_remote_trouble(reports)
+    trouble = inventories.find_remote_trouble(reports)
     text = f"{trouble.message} Training begins as soon as the remote tier can be read."
     return Finding(trouble.reason, text, 5.0)

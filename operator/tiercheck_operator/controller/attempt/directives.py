@@ -22,12 +22,7 @@ from tiercheck.protocol.directive import (
     SourceTable,
     Tier,
 )
-from tiercheck_operator.controller.observe.inventories import (
-    parity_group,
-    pose_recovery,
-    reports_of,
-    to_sources,
-)
+from tiercheck_operator.controller.observe import inventories
 from tiercheck_operator.controller.placement.placing import distance_between
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Push
@@ -129,10 +124,11 @@ def _sources(
     if not looking:
         return settled
     groups = placement.groups if placement is not None else ()
-    known = pose_recovery(spec, obs.size, status.history, reports_of(obs, members), groups)
+    reports = inventories.reports_of(obs, members)
+    known = inventories.pose_recovery(spec, obs.size, status.history, reports, groups)
     found = known.stock.sources(version, distance_between(obs, members))
     # If some rank has no known source, the places where its data should be are tried.
-    return settled if isinstance(found, Missing) else to_sources(found, members)
+    return settled if isinstance(found, Missing) else inventories.to_sources(found, members)
 
 
 def build_directives(
@@ -150,8 +146,8 @@ def build_directives(
     spec, uid = obs.job.spec, obs.job.identity
     hosts = {worker: pod.address for worker, pod in members.items()}
     holders = {} if placement is None else placement.holders()
-    groups = [parity_group(group, members) for group in placement.groups] if placement is not None else []
-    coded = [group for group in groups if group is not None]
+    saved = placement.groups if placement is not None else ()
+    coded = [known for group in saved if (known := inventories.parity_group(group, members)) is not None]
     group_of = {peer.worker: group for group in coded for peer in group.members}
     hosted: dict[int, list[int]] = {}
     for worker, keepers in sorted(holders.items()):
@@ -235,7 +231,7 @@ def find_settled_sources(
             for keeper in holders.get(worker, ())
             if keeper in members
         ]
-        group = parity_group(groups[worker], members) if worker in groups else None
+        group = inventories.parity_group(groups[worker], members) if worker in groups else None
         if group is not None:
             sources.append(Source(Tier.PEER, parity=group))
         if spec.remote is not None:

@@ -20,12 +20,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.replacing import (
-    describe_newest_place,
-    describe_owner,
-    describe_shortage,
-    refused_workers,
-)
+from tiercheck_operator.controller.members import replacing
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
@@ -50,9 +45,9 @@ class Waiting(Finding):
 def waiting_for_pods(situation: Situation) -> Finding | None:
     """Returns what is missing until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
-    if missing and not refused_workers(situation):
-        told = f"workers without a pod: {listed(missing, 8)}{describe_newest_place(situation)}"
-        resized = describe_owner(situation)
+    if missing and not replacing.refused_workers(situation):
+        told = f"workers without a pod: {listed(missing, 8)}{replacing.describe_newest_place(situation)}"
+        resized = replacing.describe_owner(situation)
         if resized is not None:
             return Finding(resized.reason, f"{told}. {resized.message}", 1.0)
         return Finding(conditions.WAITING_FOR_PODS, told, 1.0)
@@ -65,13 +60,13 @@ def waiting_for_pods(situation: Situation) -> Finding | None:
         whose = f"(scheduling gates {gates}): workers {listed(sorted(pod.worker for pod in gated), 8)}"
         told = f"{len(gated)} of {situation.size} pods wait to be admitted {whose}"
         return Finding(conditions.WAITING_FOR_QUEUE, told)
-    lack = describe_shortage(situation)
+    lack = replacing.describe_shortage(situation)
     if lack is not None:
         return lack
     pending = [pod for pod in situation.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
-        said += describe_newest_place(situation)
+        said += replacing.describe_newest_place(situation)
         told = f"pods not up yet: {listed(sorted(pod.worker for pod in pending), 8)}{said}"
         return Finding(conditions.WAITING_FOR_PODS, told)
     return None

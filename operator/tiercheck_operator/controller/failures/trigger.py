@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol import names
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Kind
-from tiercheck_operator.controller.failures.exits import (
-    MatchedRule,
-    cause_of_exit,
-    describe_exit,
-    facts_of_exit,
-    failed_trainers,
-    merge_facts,
-)
+from tiercheck_operator.controller.failures import exits
 from tiercheck_operator.controller.failures.hangs import find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
@@ -115,12 +108,13 @@ def find_trigger(situation: Situation) -> Trigger | None:
     found = replay_mismatch(situation) or _suspected(situation)
     if found is not None:
         return found
-    failed = failed_trainers(situation, situation.members) if not situation.all_trainers_well else []
+    failed = exits.failed_trainers(situation, situation.members) if not situation.all_trainers_well else []
     if failed:
         first = failed[0]
         pod = situation.members[first.worker]
         at = min(report.trainer.ended_at or situation.now for report in failed)
-        return Trigger(cause_of_exit(first, pod), describe_exit(first, pod), at, facts_of_exit(first, pod))
+        facts = exits.facts_of_exit(first, pod)
+        return Trigger(exits.cause_of_exit(first, pod), exits.describe_exit(first, pod), at, facts)
     if status.is_restoring:
         for worker, report in situation.attempt_reports.items():
             if report.restore.state is RestoreState.FAILED:
@@ -242,7 +236,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
             return replace(current, message=trigger.message, failed_at=at, facts=trigger.facts)
         if trigger.cause is known:
             longer = max(current.message, trigger.message, key=len)
-            return replace(current, message=longer, facts=merge_facts(current.facts, trigger.facts))
+            return replace(current, message=longer, facts=exits.merge_facts(current.facts, trigger.facts))
         return current
     # Something else went wrong in the recovery: the job has been down since the first failure.
     failed = current.failed_versions
@@ -266,7 +260,7 @@ def _lost_members(situation: Situation) -> Trigger:
     # The survivors' broken collectives date the fault better than the moment when Kubernetes noticed it.
     times += [
         report.trainer.ended_at
-        for report in failed_trainers(situation, situation.members)
+        for report in exits.failed_trainers(situation, situation.members)
         if report.trainer.ended_at
     ]
     saved = situation.placement.members if situation.placement is not None else ()
@@ -286,7 +280,7 @@ def _lost_members(situation: Situation) -> Trigger:
     stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
     more = f"and {len(losses) - 4} more" if len(losses) > 4 else ""
     message = "; ".join(filter(None, [domain, *(loss.message for loss in losses[:4]), more]))
-    return Trigger(cause, message, min(times, default=None), merge_facts(NO_FACTS, facts), stalled)
+    return Trigger(cause, message, min(times, default=None), exits.merge_facts(NO_FACTS, facts), stalled)
 
 
 # A limit on all restarts of a job would end a run of three months for ten unrelated crashes. A job that
@@ -313,7 +307,7 @@ class GivenUp(Finding):
 
 def fail_hopeless_start(situation: Situation) -> GivenUp | None:
     """Fails a job with a trainer that can never start: nothing is gained by trying again."""
-    for report in failed_trainers(situation, situation.members):
+    for report in exits.failed_trainers(situation, situation.members):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, exits with these codes.
         shell = (
@@ -324,11 +318,12 @@ def fail_hopeless_start(situation: Situation) -> GivenUp | None:
         known = _HOPELESS.get(names.CANNOT_START if shell else trainer.reason)
         if known is not None:
             reason, advice = known
-            return GivenUp(reason, f"{describe_exit(report, situation.members[report.worker])}. {advice}")
+            told = exits.describe_exit(report, situation.members[report.worker])
+            return GivenUp(reason, f"{told}. {advice}")
     return None
 
 
-def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
+def fail_by_rule(recovery: Recovery, verdict: exits.MatchedRule) -> GivenUp | None:
     """Fails a job by a rule of the user that makes the failure final."""
     if verdict.action is not RuleAction.FAIL:
         return None
@@ -339,7 +334,7 @@ def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
     )
 
 
-def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
+def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: exits.MatchedRule) -> GivenUp | None:
     """Fails a job at its restart limit, once the failure is certain.
     Disruptions count only by a rule: they are not the job's fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:

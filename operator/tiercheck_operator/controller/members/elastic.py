@@ -17,14 +17,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiercheck.protocol.report import SPARE, TrainerState
+from tiercheck_operator.controller.members import replacing
 from tiercheck_operator.controller.members.membership import members_digest
-from tiercheck_operator.controller.members.replacing import (
-    describe_lack,
-    describe_refusal,
-    describe_shortage,
-    is_overdue,
-    possible_size,
-)
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -74,13 +68,13 @@ def seconds_to_growth(obs: Observation) -> float | None:
 
 
 def _shrunk(situation: Situation) -> Resized | None:
-    if not is_overdue(situation):
+    if not replacing.is_overdue(situation):
         return None
-    size = possible_size(situation)
+    size = replacing.possible_size(situation)
     if size is None:
         return None
     shrunk = f"The job goes on with {size} of {situation.job.spec.workers} workers."
-    text = f"{describe_lack(situation)} {shrunk}"
+    text = f"{replacing.describe_lack(situation)} {shrunk}"
     found = Finding(conditions.UNSCHEDULABLE, text)
     return replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
 
@@ -193,7 +187,7 @@ def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Findin
     wanted = spec.workers
     if record.size is None:
         known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
-        text, lack = f"the job has all {wanted} workers", describe_shortage(situation)
+        text, lack = f"the job has all {wanted} workers", replacing.describe_shortage(situation)
         if known and lack is not None:
             return False, lack
         return (True, Finding(conditions.ALL_WORKERS, text)) if known else None
@@ -208,7 +202,7 @@ def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Findin
     unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
     refusal = situation.refused.get(SPARE)
     if refusal is not None and refusal.told:
-        said = describe_refusal(situation.job, refusal.sentence).message.rstrip(".")
+        said = replacing.describe_refusal(situation.job, refusal.sentence).message.rstrip(".")
         text = f"{text}: {said}. It grows back when the API server takes the pods"
     elif unschedulable is not None:
         text = (

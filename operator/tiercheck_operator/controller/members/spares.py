@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from tiercheck.protocol.report import SPARE
+from tiercheck_operator.controller.members import replacing
 from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
-from tiercheck_operator.controller.members.replacing import (
-    describe_refusal,
-    is_held_by_avoidance,
-    next_incarnation,
-    preferred_against,
-    remove_pod,
-    required_against,
-)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import spare_name
 from tiercheck_operator.model import conditions
@@ -67,7 +60,7 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
         return SparesStanding(record, bool(wanted), Finding(reason, text))
     told, refusal = f"{record.ready} of {wanted} spares are ready", situation.refused.get(SPARE)
     if refusal is not None and refusal.told:
-        found = describe_refusal(situation.job, refusal.sentence)
+        found = replacing.describe_refusal(situation.job, refusal.sentence)
         text = f"{told}. {found.message.rstrip('.')}. The job does without it."
         return SparesStanding(record, False, Finding(found.reason, text))
     unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
@@ -91,13 +84,15 @@ def keep_spares(situation: Situation) -> Upkeep:
     actions: list[Action] = []
     for pod in pool.lost:
         loss = classify_pod(situation, pod, {})
-        actions += remove_pod(situation, pod, loss or "this spare has not answered for too long")
-    hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
+        actions += replacing.remove_pod(situation, pod, loss or "this spare has not answered for too long")
+    hindered = [pod for pod in left if replacing.is_held_by_avoidance(situation, pod)]
     surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
     for pod in hindered:
-        actions += remove_pod(situation, pod, "this spare found no node, and its next one avoids fewer")
+        actions += replacing.remove_pod(
+            situation, pod, "this spare found no node, and its next one avoids fewer"
+        )
     for pod in surplus:
-        actions += remove_pod(situation, pod, "no more than so many spares are wanted")
+        actions += replacing.remove_pod(situation, pod, "no more than so many spares are wanted")
     kept = len(left) - len(hindered) - len(surplus)
     missing = situation.wanted_spares - kept
     taken = {each.worker for each in takeovers}
@@ -108,7 +103,8 @@ def keep_spares(situation: Situation) -> Upkeep:
     if pause > 0:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
-    avoid, unwelcome = required_against(situation, held=bool(hindered)), preferred_against(situation)
+    avoid = replacing.required_against(situation, held=bool(hindered))
+    unwelcome = replacing.preferred_against(situation)
     free = (n for n in count(first) if spare_name(situation.job, n) not in situation.names_taken)
     actions += [CreateSpare(number, avoid, unwelcome) for number in islice(free, missing)]
     return Upkeep(takeovers, tuple(actions))
@@ -130,7 +126,7 @@ def _renamed(situation: Situation) -> tuple[Promote, ...]:
         (pod for pod in situation.membership.beyond if pod.resource_version), key=lambda pod: pod.worker
     )
     pairs = zip(survivors, (*vacant, *empty), strict=False)
-    return tuple(Promote(pod, worker, next_incarnation(situation, worker)) for pod, worker in pairs)
+    return tuple(Promote(pod, worker, replacing.next_incarnation(situation, worker)) for pod, worker in pairs)
 
 
 def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
@@ -155,7 +151,7 @@ def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[
             break
         pod = usable.pop(number)
         nodes.append(pod.node or "")
-        found.append(Promote(pod, worker, next_incarnation(situation, worker)))
+        found.append(Promote(pod, worker, replacing.next_incarnation(situation, worker)))
     return tuple(found)
 
 

@@ -13,23 +13,11 @@ from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.lost_nodes import describe_sidecar_end, describe_silent_sidecars
 from tiercheck_operator.controller.members.replacing import describe_refusal
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
+from tiercheck_operator.controller.observe import memory
 from tiercheck_operator.controller.observe.inventories import find_remote_trouble
-from tiercheck_operator.controller.observe.memory import (
-    equal_share,
-    forecast_memory,
-    largest_share,
-    measured_memory,
-)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import Budget, describe_now, wanted_budget
-from tiercheck_operator.controller.status.saving import (
-    EVERY_STEP,
-    TURNED_OFF,
-    add_last_words,
-    add_resume_proof,
-    describe_saving,
-    newest_proofs,
-)
+from tiercheck_operator.controller.status import saving
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Findings, Observation
@@ -60,11 +48,11 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """Returns `record` with what follows from it, and the budget. `reports`: of the attempt, by worker."""
     findings = _with_held_containers(situation, record, findings)
-    record = add_resume_proof(situation, _progress(situation, record, reports))
+    record = saving.add_resume_proof(situation, _progress(situation, record, reports))
     generation = situation.job.generation
     record = replace(
         record,
-        checkpoint=describe_saving(situation, record, reports),
+        checkpoint=saving.describe_saving(situation, record, reports),
         memory=_memory(situation, record, reports),
         placement=describe_now(record, copied=findings.copied),
         observed_generation=generation,
@@ -73,7 +61,7 @@ def derive_status(
         completed=record.completed or (rfc3339(situation.now) if findings.over else None),
     )
     if findings.idle:
-        record = add_last_words(situation, record)
+        record = saving.add_last_words(situation, record)
     if findings.over:
         record = replace(record, recovery=None)
     if findings.over or findings.suspended:  # the memory went with the pods
@@ -82,7 +70,7 @@ def derive_status(
     spares = describe_spares(situation) if situation.has_spares and not findings.idle else None
     record = replace(
         record,
-        proofs=newest_proofs(situation, record, reports),
+        proofs=saving.newest_proofs(situation, record, reports),
         spares=spares.record if spares else None,
         places=() if findings.idle else situation.places,
     )
@@ -137,7 +125,7 @@ def _started(situation: Situation, record: JobRecord, findings: Findings) -> str
 
 def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
     """Returns the `record` of an ended job with what its sidecars have reported since."""
-    told = add_last_words(obs, record)
+    told = saving.add_last_words(obs, record)
     known = record.condition(conditions.PROTECTED)
     if told == record or known is None or known.reason != conditions.ENDED:
         return told
@@ -316,16 +304,16 @@ def _placed_for_others(obs: Observation) -> bool:
 
 
 def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> MemoryRecord | None:
-    known = measured_memory(reports.values())
+    known = memory.measured_memory(reports.values())
     if known is not None or (record.memory is not None and record.attempt):
         return known or record.memory
     placement = obs.placement
     share = (
-        equal_share(obs.job.spec, obs.size)
+        memory.equal_share(obs.job.spec, obs.size)
         if placement is None
-        else largest_share(placement.holders(), placement.groups)
+        else memory.largest_share(placement.holders(), placement.groups)
     )
-    return forecast_memory(obs.job.spec, share)
+    return memory.forecast_memory(obs.job.spec, share)
 
 
 def _deltas_active(look: _Look) -> _Told:
@@ -335,9 +323,9 @@ def _deltas_active(look: _Look) -> _Told:
     if findings.over or findings.suspended:
         reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
         return False, Finding(reason, "nothing is trained")
-    if known.deltas == EVERY_STEP:
+    if known.deltas == saving.EVERY_STEP:
         return True, Finding(conditions.EVERY_STEP, "a delta is taken at every step")
-    off = known.deltas_reason == TURNED_OFF
+    off = known.deltas_reason == saving.TURNED_OFF
     return False, Finding(conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF, known.deltas_reason)
 
 
