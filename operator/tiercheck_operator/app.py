@@ -29,22 +29,12 @@ from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, ReconcilerContext
+from tiercheck_operator.kubernetes import watches
 from tiercheck_operator.kubernetes.api_server import JOBS, NODES, PODS, ApiFailure
 from tiercheck_operator.kubernetes.client import FencedServer, Kube
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
 from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases
-from tiercheck_operator.kubernetes.watches import (
-    ClusterView,
-    ObjectParser,
-    Resync,
-    Watched,
-    WatchedKind,
-    copy_of_job,
-    date_pod,
-    stuck,
-    version_in,
-)
 from tiercheck_operator.metrics import Metrics, Pages
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
@@ -92,9 +82,9 @@ class Operator:
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """The UID of each job, by its namespace and the UID that its pods carry for it."""
-        self._parser = ObjectParser()
-        self._jobs: Watched[Mapping[str, Any]] = Watched()
-        self._view = ClusterView()
+        self._parser = watches.ObjectParser()
+        self._jobs: watches.Watched[Mapping[str, Any]] = watches.Watched()
+        self._view = watches.ClusterView()
         self._leading = config.lease is None
         self._closing = False
         self._watching = asyncio.Event()
@@ -119,11 +109,11 @@ class Operator:
         )
         of_jobs = f"labelSelector={names.LABEL_JOB_UID}"
         self._kinds = {
-            "Pod": WatchedKind(PODS, of_jobs, self._view.pods, self._pod_changed, self._pod_gone),
-            "Node": WatchedKind(NODES, "", self._view.nodes, self._node_changed, self._node_gone),
-            names.KIND: WatchedKind(JOBS, "", self._jobs, self._job_changed, self._job_gone),
+            "Pod": watches.WatchedKind(PODS, of_jobs, self._view.pods, self._pod_changed, self._pod_gone),
+            "Node": watches.WatchedKind(NODES, "", self._view.nodes, self._node_changed, self._node_gone),
+            names.KIND: watches.WatchedKind(JOBS, "", self._jobs, self._job_changed, self._job_gone),
         }
-        self._resync = Resync(
+        self._resync = watches.Resync(
             self._kube,
             self._kinds,
             namespaces=config.namespaces,
@@ -281,7 +271,7 @@ class Operator:
         dead = [loop.named for loop in self._loops.values() if loop.dead]
         sentences = [
             *self._resync.troubles(),
-            stuck(begun, now, self._config.stuck_seconds),
+            watches.stuck(begun, now, self._config.stuck_seconds),
             f"the loops of {', '.join(dead[:5])} have ended" if dead else "",
             "the leader election has ended" if self._elector is not None and self._elector.died else "",
         ]
@@ -323,7 +313,7 @@ class Operator:
             self._follow(registry, name, kind)
         return registry
 
-    def _follow(self, registry: kopf.OperatorRegistry, name: str, kind: WatchedKind) -> None:
+    def _follow(self, registry: kopf.OperatorRegistry, name: str, kind: watches.WatchedKind) -> None:
         where = (*kind.resource.api_version.split("/"), kind.resource.plural)
         labels = {names.LABEL_JOB_UID: kopf.PRESENT} if kind.query else None
 
@@ -343,7 +333,7 @@ class Operator:
         uid, version = _identity(body)
         pod = self._parser.parse_or_none("Pod", body, parse_pod)
         if pod is not None:
-            pod = date_pod(pod, self._view.pods.get(uid), self._context.clock())
+            pod = watches.date_pod(pod, self._view.pods.get(uid), self._context.clock())
         self._view.put_pod(uid, pod, version)
         if pod is not None:
             self._wake(pod)
@@ -357,7 +347,7 @@ class Operator:
             self._wake_all()
 
     def _job_changed(self, body: Mapping[str, Any]) -> None:
-        raw = copy_of_job(body)
+        raw = watches.copy_of_job(body)
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._parser.parse_or_none(names.KIND, raw, identity_of) or uid
@@ -432,7 +422,7 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
-    return str(body["metadata"]["uid"]), version_in(body)
+    return str(body["metadata"]["uid"]), watches.version_in(body)
 
 
 def end_by_signal(stop: asyncio.Event) -> None:

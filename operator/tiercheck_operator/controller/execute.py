@@ -25,26 +25,7 @@ from tiercheck_operator.kubernetes.client import Kube, NameTaken, backoff
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
-from tiercheck_operator.model.actions import (
-    NEEDED_BY_PODS,
-    PODS,
-    Action,
-    CreatePod,
-    CreateSpare,
-    DeleteJob,
-    DeletePod,
-    EnsureBudget,
-    EnsureCredentials,
-    EnsureGang,
-    EnsureService,
-    ProbeSidecar,
-    Promote,
-    Push,
-    RemoveBudget,
-    RemoveGang,
-    SavePlacement,
-    subject_of,
-)
+from tiercheck_operator.model import actions
 from tiercheck_operator.model.observed import ANNOTATION_GIVEN_UP, JobView, Refusal
 from tiercheck_operator.model.parsing import parse_pod
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
@@ -69,13 +50,13 @@ class Executor:
         self, kube: Kube, config: Config, belongings: OwnedObjects, cluster: ClusterIdentity | None = None
     ) -> None:
         self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
-        self._removed: list[DeletePod] = []
+        self._removed: list[actions.DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
         self.refusals = RefusalMemory()
 
     async def run(
-        self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None
-    ) -> list[tuple[Action, ApiFailure]]:
+        self, job: JobView, wanted: Iterable[actions.Action], sidecars: JobSidecars | None
+    ) -> list[tuple[actions.Action, ApiFailure]]:
         """Creates what the job owns one by one; then runs all deletions at once, then all else at once.
 
         Returns the failures. The other actions are done nevertheless, but no pod is created if something that
@@ -85,11 +66,11 @@ class Executor:
         replacement. Once the server refuses a worker's pod, or a spare, the rest of them are not tried: they
         would be refused for the same reason."""
         gate, gate_of_pushes = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_PUSHES_AT_ONCE)
-        failures: list[tuple[Action, ApiFailure]] = []
-        refused: dict[type[Action], ApiFailure] = {}
+        failures: list[tuple[actions.Action, ApiFailure]] = []
+        refused: dict[type[actions.Action], ApiFailure] = {}
 
-        async def one(action: Action) -> None:
-            async with gate_of_pushes if isinstance(action, Push) else gate:
+        async def one(action: actions.Action) -> None:
+            async with gate_of_pushes if isinstance(action, actions.Push) else gate:
                 kind, failure = type(action), refused.get(type(action))
                 if failure is None:
                     try:
@@ -101,17 +82,17 @@ class Executor:
                         # API server.
                         failure = ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
                 failures.append((action, failure))
-                if kind in NEEDED_BY_PODS:
-                    refused.update(dict.fromkeys(PODS, failure))
-                elif kind in PODS and failure.refused:
+                if kind in actions.NEEDED_BY_PODS:
+                    refused.update(dict.fromkeys(actions.PODS, failure))
+                elif kind in actions.PODS and failure.refused:
                     refused[kind] = failure
 
-        own = (*NEEDED_BY_PODS, SavePlacement)
+        own = (*actions.NEEDED_BY_PODS, actions.SavePlacement)
         deletions, others = [], []
-        for action in actions:
+        for action in wanted:
             if isinstance(action, own):
                 await one(action)
-            elif isinstance(action, DeletePod):
+            elif isinstance(action, actions.DeletePod):
                 deletions.append(action)
             else:
                 others.append(action)
@@ -123,34 +104,34 @@ class Executor:
                 raise result
         return failures
 
-    async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None) -> None:
+    async def _one(self, job: JobView, action: actions.Action, sidecars: JobSidecars | None) -> None:
         match action:
-            case EnsureCredentials():
+            case actions.EnsureCredentials():
                 await self._owned_objects.ensure_credentials(job)
-            case EnsureService():
+            case actions.EnsureService():
                 await self._owned_objects.ensure_service(job)
-            case EnsureGang():
+            case actions.EnsureGang():
                 await self._owned_objects.ensure_gang(job)
-            case RemoveGang():
+            case actions.RemoveGang():
                 await self._owned_objects.remove_gang(job)
-            case EnsureBudget(min_available):
+            case actions.EnsureBudget(min_available):
                 await self._owned_objects.ensure_budget(job, min_available)
-            case RemoveBudget():
+            case actions.RemoveBudget():
                 await self._owned_objects.remove_budget(job)
-            case SavePlacement(placement):
+            case actions.SavePlacement(placement):
                 await self._owned_objects.save_placement(job, placement)
-            case CreatePod() | CreateSpare():
+            case actions.CreatePod() | actions.CreateSpare():
                 await self._create_pod(job, action)
-            case Promote():
+            case actions.Promote():
                 await self._promote(job, action)
-            case DeletePod():
+            case actions.DeletePod():
                 await self._delete_pod(job, action)
-            case DeleteJob():
+            case actions.DeleteJob():
                 await self._kube.delete(JOBS, job.namespace, job.name, uid=job.uid)
-            case ProbeSidecar(uid):
+            case actions.ProbeSidecar(uid):
                 if sidecars is not None:
                     sidecars.probe(uid)
-            case Push(uid, directive):
+            case actions.Push(uid, directive):
                 if sidecars is not None and self._kube.may_write:
                     try:
                         await sidecars.push(uid, directive)
@@ -160,12 +141,12 @@ class Executor:
                         whose = f"{job.namespace}/{job.name}: directive for worker {directive.worker}"
                         log.warning("%s: %s", whose, error)
 
-    async def _create_pod(self, job: JobView, action: CreatePod | CreateSpare) -> None:
+    async def _create_pod(self, job: JobView, action: actions.CreatePod | actions.CreateSpare) -> None:
         image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
         if self._cluster is not None and job.spec.remote is not None:  # only a remote store is shared
             job = replace(job, cluster=await self._cluster.uid())
         avoid, unwelcome = action.avoid, action.unwelcome
-        if isinstance(action, CreateSpare):
+        if isinstance(action, actions.CreateSpare):
             pod = build_spare(job, action.number, avoid, image, unwelcome=unwelcome, node_memory=memory)
         else:
             who, prefer = (action.worker, action.incarnation), action.prefer
@@ -209,7 +190,7 @@ class Executor:
         )
         raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why)
 
-    async def _promote(self, job: JobView, action: Promote) -> None:
+    async def _promote(self, job: JobView, action: actions.Promote) -> None:
         pod = action.pod
         labels = {names.LABEL_WORKER: str(action.worker), names.LABEL_INCARNATION: str(action.incarnation)}
         metadata = {"uid": pod.uid, "resourceVersion": pod.resource_version, "labels": labels}
@@ -222,7 +203,7 @@ class Executor:
         else:
             log.info("%s/%s: pod %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
-    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+    async def _delete_pod(self, job: JobView, action: actions.DeletePod) -> None:
         if action.unseen and not await self._is_there(job, action):
             return
         if action.given_up:
@@ -249,7 +230,7 @@ class Executor:
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
 
-    async def _is_there(self, job: JobView, action: DeletePod) -> bool:
+    async def _is_there(self, job: JobView, action: actions.DeletePod) -> bool:
         """Returns whether the pod exists and belongs to the job, whatever its labels.
         Its name and UID are from the placement, which any user of the namespace may have written."""
         if action.uid in self.refusals.absent:
@@ -261,7 +242,7 @@ class Executor:
         self.refusals.absent |= set() if there else {action.uid}
         return there
 
-    def take_deleted_pods(self) -> list[DeletePod]:
+    def take_deleted_pods(self) -> list[actions.DeletePod]:
         """Returns the pods that were deleted since the last call."""
         removed, self._removed = self._removed, []
         return removed
@@ -305,30 +286,35 @@ class RefusalMemory:
             )
             raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, why, retry_after=backoff(again))
 
-    def due(self, actions: Iterable[Action], now: float) -> list[Action]:
+    def due(self, wanted: Iterable[actions.Action], now: float) -> list[actions.Action]:
         """Returns the actions that need not wait after a refusal; pods wait while what they need waits."""
         held = {subject for subject, refusal in self.known.items() if refusal.again_at > now}
-        alone = not held & {kind.__name__ for kind in NEEDED_BY_PODS}
+        alone = not held & {kind.__name__ for kind in actions.NEEDED_BY_PODS}
         return [
             action
-            for action in actions
-            if subject_of(action) not in held and (alone or not isinstance(action, PODS))
+            for action in wanted
+            if actions.subject_of(action) not in held and (alone or not isinstance(action, actions.PODS))
         ]
 
     def note(
-        self, wanted: Sequence[Action], failures: Iterable[tuple[Action, ApiFailure]], now: float
+        self,
+        wanted: Sequence[actions.Action],
+        failures: Iterable[tuple[actions.Action, ApiFailure]],
+        now: float,
     ) -> bool:
         """Records the outcome of a reconcile. Returns whether what is reported of refusals has changed.
         `wanted`: all actions of the decision, due or not."""
         before = self.known
         # Nothing that depends on the placement is written without it, so it is retried in every reconcile.
         failed = {
-            subject_of(action): error for action, error in failures if not isinstance(action, SavePlacement)
+            actions.subject_of(action): error
+            for action, error in failures
+            if not isinstance(action, actions.SavePlacement)
         }
-        tried = {subject_of(action) for action in self.due(wanted, now)}
+        tried = {actions.subject_of(action) for action in self.due(wanted, now)}
         known = {
             subject: before[subject]
-            for subject in map(subject_of, wanted)
+            for subject in map(actions.subject_of, wanted)
             if subject in before and subject not in tried
         }
         for subject, error in failed.items():

@@ -23,15 +23,10 @@ from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
+from tiercheck_operator.kubernetes import owned_objects
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube, backoff
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
-from tiercheck_operator.kubernetes.owned_objects import (
-    ClusterIdentity,
-    NodeLeases,
-    OwnedObjects,
-    TopologySource,
-)
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
@@ -81,10 +76,10 @@ class ReconcilerContext:
     """The UIDs of the jobs that write progress."""
     gone: Callable[[str], object] = lambda uid: None
     """Receives the UID of a job missing on the API server, whatever watches show; its loop has ended."""
-    leases: NodeLeases | None = None
+    leases: owned_objects.NodeLeases | None = None
     owner_size: Callable[[JobView], Awaitable[int | None]] | None = None
     """Returns the number of workers that an attached job's owner has; None if that is unknown."""
-    cluster: ClusterIdentity | None = None
+    cluster: owned_objects.ClusterIdentity | None = None
     """The source of the cluster's UID for pods; None: pods get none."""
 
 
@@ -99,8 +94,8 @@ class JobLoop:
         self._raw = raw
         self._context = context
         self._woken = asyncio.Event()
-        self._owned_objects = OwnedObjects(context.kube)
-        self._topology = TopologySource(context.kube)
+        self._owned_objects = owned_objects.OwnedObjects(context.kube)
+        self._topology = owned_objects.TopologySource(context.kube)
         self._known = False
         self._read_at = float("-inf")
         """The time at which the objects that the job owns were read."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.json import Decoder
 
+from tiercheck_operator.kubernetes import object_reader
 from tiercheck_operator.kubernetes.api_server import (
     TOO_LARGE,
     ApiClient,
@@ -21,12 +22,6 @@ from tiercheck_operator.kubernetes.api_server import (
     ApiServer,
     Object,
     ServerAccess,
-)
-from tiercheck_operator.kubernetes.object_reader import (
-    MOST_ANSWER,
-    cut_too_deep,
-    max_object_memory,
-    read_object,
 )
 from tiercheck_operator.model.parsing import UNREADABLE
 
@@ -94,14 +89,14 @@ class FencedServer(ApiServer):
         return found
 
     def _decode(self, path: str, data: bytes) -> Object:
-        return read_object(data, max_object_memory(path)) if data else {}
+        return object_reader.read_object(data, object_reader.max_object_memory(path)) if data else {}
 
     def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
         """Returns the metadata of a page of objects, and the continue token; empty: it was the last page."""
         data = self.read("GET", path, accept=METADATA_ONLY)
         try:
             # Cut first, because managedFields are as deep as the object.
-            page = _PAGE.decode(cut_too_deep(data))
+            page = _PAGE.decode(object_reader.cut_too_deep(data))
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._unreadable(error) from error
         return [each.metadata for each in page.items or ()], page.metadata.more
@@ -110,7 +105,7 @@ class FencedServer(ApiServer):
         with self._about_to_write() if method != "GET" else contextlib.nullcontext():
             began, status = time.monotonic(), 200
             try:
-                return super().read(method, path, body, most=MOST_ANSWER, **options)
+                return super().read(method, path, body, most=object_reader.MOST_ANSWER, **options)
             except ApiFailure as error:
                 status = error.status
                 raise

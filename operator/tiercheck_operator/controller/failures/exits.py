@@ -12,15 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tiercheck.protocol.names import (
-    COLLECTIVE_FAILED,
-    CONTAINER_RESTARTED,
-    CRASHED,
-    GPU_FAULT,
-    OOM_KILLED,
-    SIGNALLED,
-    VANISHED,
-)
+from tiercheck.protocol import names
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
 from tiercheck_operator.controller.failures.hangs import count_in_a_row
 from tiercheck_operator.model.conditions import Cause
@@ -163,8 +155,8 @@ class _Evidence(IntEnum):
 def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
     if _from_outside(trainer, pod):
         return _Evidence.OWN
-    if trainer.failure is not None and trainer.failure.reason != VANISHED:
-        return _Evidence.ECHO if trainer.failure.reason == COLLECTIVE_FAILED else _Evidence.OWN
+    if trainer.failure is not None and trainer.failure.reason != names.VANISHED:
+        return _Evidence.ECHO if trainer.failure.reason == names.COLLECTIVE_FAILED else _Evidence.OWN
     if trainer.exit_code == _SIGTERM:
         return _Evidence.STOPPED
     return _Evidence.MUTE if trainer.exit_code in _ECHOES else _Evidence.OWN
@@ -173,7 +165,7 @@ def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
 def _from_outside(trainer: TrainerReport, pod: PodView) -> bool:
     """Returns whether kernel, driver or kubelet ended it, whatever its ranks have reported."""
     said = trainer.failure.reason if trainer.failure is not None else ""
-    return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == GPU_FAULT
+    return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == names.GPU_FAULT
 
 
 def cause_of_exit(report: Report, pod: PodView) -> Cause:
@@ -185,7 +177,7 @@ def facts_of_exit(report: Report, pod: PodView) -> Facts:
     """Returns the facts of the exit that rules may match."""
     trainer = report.trainer
     reasons = [trainer.reason] if trainer.reason else []
-    if trainer.reason == CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
+    if trainer.reason == names.CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
         reasons.append(pod.trainer.ended_reason)
     code = trainer.exit_code
     if trainer.failure is not None:
@@ -200,12 +192,12 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
     code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
     if pod is not None and oom_killed(trainer, pod):
         return _out_of_memory(report, pod, code)[:1000]
-    reason = f" ({trainer.reason})" if trainer.reason not in ("", CRASHED) else ""
+    reason = f" ({trainer.reason})" if trainer.reason not in ("", names.CRASHED) else ""
     detail = f": {trainer.message}" if trainer.message else ""
     if trainer.exit_code in _HINTS:
         detail = f"{detail.rstrip('.')}. {_HINTS[trainer.exit_code]}"
     # What a rank reports is better than the last lines of all; that it reported nothing is not.
-    if trainer.failure is not None and not (trainer.failure.reason == VANISHED and trainer.message):
+    if trainer.failure is not None and not (trainer.failure.reason == names.VANISHED and trainer.message):
         said = trainer.failure
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
         detail = f": rank {said.rank}: {said.message}{own}"
@@ -217,15 +209,15 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
 def _logs(pod: PodView, trainer: TrainerReport) -> str:
     """Returns the command that shows the training command's output."""
     where = f" -n {pod.namespace}" if pod.namespace else ""
-    before = " --previous" if trainer.reason == CONTAINER_RESTARTED else ""
+    before = " --previous" if trainer.reason == names.CONTAINER_RESTARTED else ""
     return f"kubectl logs{where} {pod.name} -c {trainer_name(pod.attached)}{before}"
 
 
 def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
     """Returns whether the launcher (of one process) or the kubelet (of the container) reports an OOM kill."""
-    if trainer.reason == OOM_KILLED:
+    if trainer.reason == names.OOM_KILLED:
         return True
-    return trainer.reason == CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
+    return trainer.reason == names.CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
 
 
 def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
@@ -240,7 +232,9 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
         f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
     )
     said = (
-        f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
+        f" {report.trainer.message}"
+        if report.trainer.reason == names.OOM_KILLED and report.trainer.message
+        else ""
     )
     return (
         f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and "
@@ -258,7 +252,7 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
         failed = [
             each.trainer for each in obs.all_attempt_reports if each.trainer.state is TrainerState.FAILED
         ]
-        killed = all(each.reason == SIGNALLED and each.exit_code not in _ECHOES for each in failed)
+        killed = all(each.reason == names.SIGNALLED and each.exit_code not in _ECHOES for each in failed)
         return 0.0 if failed and killed else obs.patience.settle
     return max(obs.patience.settle, float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10))))
 

@@ -6,17 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tiercheck.protocol.artifacts.sizing import (
-    HOSTED_SLOTS,
-    OWN_SLOTS_MIN,
-    SPARE_DELTAS,
-    Room,
-    Sizing,
-    auto_cadence,
-    cost,
-    plan,
-    roomy,
-)
+from tiercheck.protocol.artifacts import sizing
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
 from tiercheck_operator.model.conditions import plural
@@ -62,17 +52,19 @@ def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeG
     )
 
 
-def plan_memory(spec: JobSpec, share: MemoryShare) -> Sizing | None:
+def plan_memory(spec: JobSpec, share: MemoryShare) -> sizing.Sizing | None:
     """Returns what a worker needs; None unless `spec.checkpoint.stateSize` gives a rank's snapshot size."""
     if spec.state_size is None:
         return None
     delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
-    own = Room(spec.state_size, delta)
-    room = roomy(delta) if delta else 0
-    kept = [Room(spec.state_size, room)] * (share.copies * spec.procs_per_worker)
-    kept += [Room(roomy(spec.state_size), room, share.members + 1)] * (share.blocks * spec.procs_per_worker)
-    cadence = spec.snapshot_every or auto_cadence(spec.state_size, delta)
-    return plan(parse_quantity(spec.size_limit), [own] * spec.procs_per_worker, kept, cadence)
+    own = sizing.Room(spec.state_size, delta)
+    room = sizing.roomy(delta) if delta else 0
+    kept = [sizing.Room(spec.state_size, room)] * (share.copies * spec.procs_per_worker)
+    kept += [sizing.Room(sizing.roomy(spec.state_size), room, share.members + 1)] * (
+        share.blocks * spec.procs_per_worker
+    )
+    cadence = spec.snapshot_every or sizing.auto_cadence(spec.state_size, delta)
+    return sizing.plan(parse_quantity(spec.size_limit), [own] * spec.procs_per_worker, kept, cadence)
 
 
 def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
@@ -132,10 +124,10 @@ def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms
         return Rooms({}, {}, None)
     taken = spec.delta is not DeltaMode.NONE and not any(report.trainer.no_deltas for report in known)
     delta = max((report.memory.delta for report in known), default=0) if taken else 0
-    chain = max((report.snapshot_every for report in known), default=0) + SPARE_DELTAS if delta else 0
-    row = chain * cost(delta) if delta else 0
-    own = spec.procs_per_worker * (OWN_SLOTS_MIN * cost(snapshot) + row)
-    each = spec.procs_per_worker * (HOSTED_SLOTS * cost(snapshot) + row)
+    chain = max((report.snapshot_every for report in known), default=0) + sizing.SPARE_DELTAS if delta else 0
+    row = chain * sizing.cost(delta) if delta else 0
+    own = spec.procs_per_worker * (sizing.OWN_SLOTS_MIN * sizing.cost(snapshot) + row)
+    each = spec.procs_per_worker * (sizing.HOSTED_SLOTS * sizing.cost(snapshot) + row)
     free = {report.worker: max(0, report.memory.limit - own) for report in known}
     enough = 2 * max(1, wanted_copies) + 2
     copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
