@@ -301,9 +301,8 @@ def report_stalled_release(situation: Situation, draft: DecisionDraft) -> Decisi
     """Reports which restore is stalled, or which trainer the release waits for."""
     if not draft.status.is_restoring:
         return draft
-    late = readiness.find_late_trainers(situation, draft.status, draft.reports)
-    still = describe_stalled_restore(situation, draft.status, draft.reports)
-    found = readiness.describe_late_trainers(situation, late) if late else still
+    late = readiness.describe_late_trainers(situation, draft.status, draft.reports)
+    found = late or describe_stalled_restore(situation, draft.status, draft.reports)
     return draft if found is None else draft.with_findings(waiting=found)
 
 

@@ -7,6 +7,7 @@ anew when a suspended job resumes, so that time in a queue does not count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase
@@ -48,10 +49,7 @@ def after_finish(obs: Observation) -> Decision:
             before.append(DeletePod(pod.name, pod.uid, gone or lost, text))
         elif not pod.deleting:
             wake = soonest(wake, max(1.0, ended + patience - now))
-    members = pods_by_their_own_index(obs, [pod for pod in live if pod.ip and not pod.deleting])
-    after: list[Action] = []
-    if members and status.attempt:
-        after += due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
+    after = _finish_directives(obs, status, live, exit_code(obs))
     if obs.budget is not None:
         after.append(RemoveBudget())
     ttl = obs.job.spec.ttl_seconds
@@ -111,11 +109,16 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
-    members = pods_by_their_own_index(obs, [pod for pod in left if pod.ip and not pod.deleting])
-    after: list[Action] = (
-        list(due_directives(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
-    )
-    return status, before, after
+    return status, before, _finish_directives(obs, status, left)
+
+
+def _finish_directives(
+    obs: Observation, status: JobRecord, pods: Sequence[PodView], exit_code: int = 0
+) -> list[Action]:
+    members = pods_by_their_own_index(obs, [pod for pod in pods if pod.ip and not pod.deleting])
+    if not members or not status.attempt:
+        return []
+    return [*due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code)]
 
 
 def exit_code(obs: Observation) -> int:

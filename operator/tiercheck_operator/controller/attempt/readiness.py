@@ -181,21 +181,16 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
         return status
     complete = len(reports) == obs.size
     if recovery.released_at is None:
-        if (
-            complete
-            and all(_ready(report, status) for report in reports.values())
-            and not absent_trainers(reports)
-        ):
-            kept = sum(report.trainer.stays for report in reports.values())
-            released = replace(
-                recovery,
-                restored_at=obs.now,
-                released_at=obs.now,
-                kept=kept,
-                restarted_message=_why_restarted(obs, reports) if recovery.keeps else "",
-            )
-            return replace(status, recovery=released)
-        return status
+        if not complete or not _all_ready(reports, status) or _absent_trainers(reports):
+            return status
+        released = replace(
+            recovery,
+            restored_at=obs.now,
+            released_at=obs.now,
+            kept=sum(report.trainer.stays for report in reports.values()),
+            restarted_message=_why_restarted(obs, reports) if recovery.keeps else "",
+        )
+        return replace(status, recovery=released)
     first_steps = [report.trainer.first_step_at for report in reports.values()]
     stepped = [moment for moment in first_steps if moment is not None]
     if complete and len(stepped) == len(first_steps):
@@ -205,21 +200,18 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
     return status
 
 
-def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
+def _absent_trainers(reports: Mapping[int, Report]) -> list[int]:
     """Returns the workers with no launcher ready. Others, if released, would wait at the rendezvous."""
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 
-def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
-    """Returns the workers without a ready launcher if they alone hold up the release, else none."""
-    if not status.is_restoring or len(reports) < obs.size:
-        return []
-    return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
-
-
-def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Finding:
-    """Returns what keeps the trainers of these workers from being ready."""
-    reports, members = situation.attempt_reports, situation.members
+def describe_late_trainers(
+    situation: Situation, status: JobRecord, reports: Mapping[int, Report]
+) -> Finding | None:
+    """Returns which launchers are not ready, and why, if they alone hold up the release."""
+    absent, members = _absent_trainers(reports), situation.members
+    if not absent or len(reports) < situation.size or not _all_ready(reports, status):
+        return None
     hindered = [
         worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
     ]
@@ -237,8 +229,12 @@ def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Findi
     return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
 
 
-def _ready(report: Report, status: JobRecord) -> bool:
-    return report.restore.state is RestoreState.READY and report.restore.version == status.restored_version
+def _all_ready(reports: Mapping[int, Report], status: JobRecord) -> bool:
+    """Returns whether each worker has restored the attempt's version."""
+    restores = [report.restore for report in reports.values()]
+    return all(
+        each.state is RestoreState.READY and each.version == status.restored_version for each in restores
+    )
 
 
 def _why_restarted(obs: Observation, reports: Mapping[int, Report]) -> str:
