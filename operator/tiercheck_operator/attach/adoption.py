@@ -11,7 +11,6 @@ one's sidecar. So it is evicted, and its own controller creates another. An evic
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -136,38 +135,20 @@ def should_evict(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bo
 
 
 class UninjectedPods:
-    """Handles unattached pods of `namespaces` (empty: all) every `every` seconds while the replica leads."""
+    """Reports or evicts unattached pods of `namespaces` (empty: all)."""
 
     def __init__(
         self,
         kube: Kube,
         namespaces: Sequence[str],
-        every: float,
         has_job: Callable[[str, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._kube, self._every, self._has_job = kube, every, has_job
+        self._kube, self._has_job = kube, has_job
         self._paths = [PODS.path(namespace) for namespace in namespaces or (None,)]
         self._events, self._clock = ObjectEvents(kube), clock
         self._kept: dict[str, float] = {}
         """The time of the next eviction, by UID of pods that their disruption budget protects."""
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="pods that were left out")
-
-    async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every)
-            await self.look()
 
     async def look(self) -> None:
         """Does one pass over all namespaces."""
@@ -222,7 +203,11 @@ class AttachService:
         self._always = always
         self._webhook: Webhook | None = None
         self._adoption = Adoption(kube, has_job, pods_of)
-        self._uninjected = UninjectedPods(kube, config.namespaces, config.resync_seconds, has_job)
+        self._uninjected, self._every = (
+            UninjectedPods(kube, config.namespaces, has_job),
+            config.resync_seconds,
+        )
+        self._task: asyncio.Task[None] | None = None
         if config.webhook is not None:
             settings = config.webhook
             trust = CertificateManager(always, settings, config.lease)
@@ -246,8 +231,13 @@ class AttachService:
 
     def lead(self) -> None:
         """Starts the leader's work; the caller passes every existing pod to `pod_seen`."""
-        if self._webhook is not None:
-            self._uninjected.start()
+        if self._webhook is not None and self._task is None:
+            self._task = asyncio.create_task(self._look_at_uninjected(), name="pods that were left out")
+
+    async def _look_at_uninjected(self) -> None:
+        while True:
+            await asyncio.sleep(self._every)
+            await self._uninjected.look()
 
     def pod_seen(self, pod: PodView | None) -> None:
         """Handles a pod of a job; called for every one while this replica leads."""
@@ -257,7 +247,10 @@ class AttachService:
     async def stop_leading(self) -> None:
         """Ends the leader's work."""
         await self._adoption.stop()
-        await self._uninjected.stop()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
 
     async def stop(self) -> None:
         await self.stop_leading()

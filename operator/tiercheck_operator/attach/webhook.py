@@ -286,8 +286,7 @@ class Webhook:
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
         if self._webhook_listener is not None:
             await self._webhook_listener.stop()
 

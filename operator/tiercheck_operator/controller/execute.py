@@ -22,7 +22,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes import api_server
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube, NameTaken, backoff
-from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects
+from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects, is_owned_by
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model import actions
@@ -236,9 +236,7 @@ class Executor:
         if action.uid in self.refusals.absent:
             return False
         found = await self._kube.find(api_server.PODS, job.namespace, action.name)
-        metadata = found["metadata"] if found is not None else {}
-        owners = {owner.get("uid") for owner in metadata.get("ownerReferences") or []}
-        there = metadata.get("uid") == action.uid and job.uid in owners
+        there = found is not None and found["metadata"].get("uid") == action.uid and is_owned_by(found, job)
         self.refusals.absent |= set() if there else {action.uid}
         return there
 

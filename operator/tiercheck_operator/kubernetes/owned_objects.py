@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ class OwnedObjects:
     async def _own(self, resource: ApiResource, name: str, job: JobView) -> dict[str, Any] | None:
         """Returns the object if it is this job's, and not a former job's of the same name."""
         found = await self._kube.find(resource, job.namespace, name)
-        return found if found is not None and _owned_by(found, job) else None
+        return found if found is not None and is_owned_by(found, job) else None
 
     async def _refresh_budget(self, job: JobView) -> None:
         """Reads the budget. A refusal is no failure, because the job can run without."""
@@ -73,7 +73,7 @@ class OwnedObjects:
                 raise
             self._no_budget(job, f"cannot be read: {error}")
             return
-        if found is not None and _owned_by(found, job):
+        if found is not None and is_owned_by(found, job):
             wanted = (found.get("spec") or {}).get("minAvailable")
             self.budget = wanted if isinstance(wanted, int) else -1  # a value that is never required
         elif found is not None:
@@ -97,7 +97,7 @@ class OwnedObjects:
                 "(chart: rbac.gangSchedulers)"
             )
             return
-        if found is not None and not _owned_by(found, job):
+        if found is not None and not is_owned_by(found, job):
             self.gang_problem = f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
         elif found is None or body["spec"].items() <= (found.get("spec") or {}).items():
             self.have_gang = True
@@ -166,7 +166,7 @@ class OwnedObjects:
         """Creates an object; False if the job has it already. Raises ApiFailure if it is not this job's.
         Then it disappears with a deleted job of the same name, or a user created it."""
         found = await self._kube.create_or_find(resource, job.namespace, body)
-        if found is not None and not _owned_by(found, job):
+        if found is not None and not is_owned_by(found, job):
             named = f"{body['kind']} {body['metadata']['name']}"
             raise ApiFailure(422, f"{named} is not this job's; if it stays, remove or rename it")
         return found is None
@@ -190,7 +190,8 @@ def _parsed(job: JobView, raw: dict[str, Any] | None, parse: Callable[[dict[str,
         return None
 
 
-def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
+def is_owned_by(raw: Mapping[str, Any], job: JobView) -> bool:
+    """Returns whether an object is the job's, and not a former job's of the same name or a user's."""
     metadata = raw.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
     return any(owner.get("uid") == job.uid for owner in owners or [])

@@ -129,7 +129,7 @@ async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_wait
     server = having()
     server.objects["/api/v1/pods"] = {"items": [pod]}
     waited_for = ("ml", "job-uid")
-    looked = UninjectedPods(server, (), 15.0, lambda *owner: has_job and owner == waited_for)
+    looked = UninjectedPods(server, (), lambda *owner: has_job and owner == waited_for)
     for _ in range(3):
         await looked.look()
     assert all("status.phase!=Succeeded" in call.query for call in server.did("GET")), (
@@ -146,7 +146,7 @@ async def test_pod_that_its_disruption_budget_keeps_is_told_of_once_and_tried_ag
     kept = ApiFailure(429, "it would violate the pod's disruption budget", 10.0, considered=True)
     server, now = ApiModel(EVICT=kept), 0.0
     server.objects["/api/v1/pods"] = {"items": [left_out()]}
-    looked = UninjectedPods(server, (), 15.0, lambda *_: True, clock=lambda: now)
+    looked = UninjectedPods(server, (), lambda *_: True, clock=lambda: now)
     for _ in range(10):
         await looked.look()
         now += 20
@@ -162,7 +162,7 @@ async def test_five_thousand_pods_of_one_team_are_no_flood_of_calls_and_keep_no_
     server = having()
     many = [left_out(uid=f"u{n}", name=f"p{n}", namespace="many") for n in range(5000)]
     server.objects["/api/v1/pods"] = {"items": [*many, left_out(namespace="few")]}
-    looked = UninjectedPods(server, (), 15.0, lambda *_: False)
+    looked = UninjectedPods(server, (), lambda *_: False)
     for look in range(1, 4):
         await looked.look()
         assert len(server.events) == 20 * look + 1
