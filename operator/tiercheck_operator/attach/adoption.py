@@ -203,10 +203,8 @@ class AttachService:
         self._always = always
         self._webhook: Webhook | None = None
         self._adoption = Adoption(kube, has_job, pods_of)
-        self._uninjected, self._every = (
-            UninjectedPods(kube, config.namespaces, has_job),
-            config.resync_seconds,
-        )
+        self._uninjected = UninjectedPods(kube, config.namespaces, has_job)
+        self._every = config.resync_seconds
         self._task: asyncio.Task[None] | None = None
         if config.webhook is not None:
             settings = config.webhook

@@ -115,40 +115,6 @@ def parse_lease(raw: Mapping[str, Any]) -> Record:
     return from_api(Record, raw.get("spec") or {})
 
 
-def build_lease(
-    name: str,
-    namespace: str,
-    before: Mapping[str, Any] | None,
-    *,
-    holder: str,
-    duration: float,
-    now: datetime.datetime,
-    belonging: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Builds the lease held by `holder` (empty: released), to replace `before` at its resourceVersion.
-    `now` only informs users, and makes each renewal differ from the last one. `belonging`: extra metadata of
-    a new lease."""
-    old = (before or {}).get("spec") or {}
-    same = before is not None and holder == (old.get("holderIdentity") or "")
-    stamp = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    metadata: dict[str, Any] = {"name": name, "namespace": namespace}
-    metadata |= (belonging or {}) if before is None else before["metadata"]
-    transitions = int(old.get("leaseTransitions") or 0)
-    return {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": metadata,
-        "spec": {
-            "holderIdentity": holder,
-            # The shortest possible duration for a released lease.
-            "leaseDurationSeconds": math.ceil(duration) if holder else 1,
-            "acquireTime": old.get("acquireTime") if same else stamp,
-            "renewTime": stamp,
-            "leaseTransitions": transitions if before is None or same or not holder else transitions + 1,
-        },
-    }
-
-
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
@@ -250,19 +216,28 @@ class Elector(threading.Thread):
             log.warning("lease %s was not given back: %s", self._lease, error)
 
     def _write(self, holder: str) -> None:
-        # The Deployment has the lease's name.
-        owner = belonging(self._api, self._namespace, self._lease) if self._raw is None else None
+        """Writes the lease with this holder (empty: released), unless it has changed since it was read."""
+        if self._raw is None:
+            # The Deployment has the lease's name.
+            owner = belonging(self._api, self._namespace, self._lease)
+            metadata = {"name": self._lease, "namespace": self._namespace, **owner}
+        else:
+            metadata = self._raw["metadata"]
         sent = self._clock()
-        now = datetime.datetime.now(datetime.UTC)
-        body = build_lease(
-            self._lease,
-            self._namespace,
-            self._raw,
-            holder=holder,
-            duration=self._terms.duration,
-            now=now,
-            belonging=owner,
-        )
+        # This time only informs users, and makes each renewal differ from the last one.
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        old = (self._raw or {}).get("spec") or {}
+        same = self._raw is not None and holder == (old.get("holderIdentity") or "")
+        transitions = int(old.get("leaseTransitions") or 0)
+        spec = {
+            "holderIdentity": holder,
+            # The shortest possible duration for a released lease.
+            "leaseDurationSeconds": math.ceil(self._terms.duration) if holder else 1,
+            "acquireTime": old.get("acquireTime") if same else stamp,
+            "renewTime": stamp,
+            "leaseTransitions": transitions if self._raw is None or same or not holder else transitions + 1,
+        }
+        body = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": spec}
         if self._raw is None:
             self._raw = self._api.create(LEASES, self._namespace, body)
         else:
