@@ -14,7 +14,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Unattachable, WorkerIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.manifests.pod import inject_sidecar
+from tiercheck_operator.manifests.pod import SidecarSetup, inject_sidecar
 from tiercheck_operator.manifests.pod_settings import with_pull_settings, worker_ports
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
@@ -136,9 +136,9 @@ def inject(
         # trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
     # A job keeps the sidecar image that it began with, across upgrades of the operator.
-    image, memory = view.status.sidecar_image or config.sidecar_image, config.node_memory
-    ports, worker = worker_ports(view.identity, seat.worker), str(seat.worker)
-    inject_sidecar(view, worker, spec, attachment.container, image, host_ports=ports, node_memory=memory)
+    image, ports = view.status.sidecar_image or config.sidecar_image, worker_ports(view.identity, seat.worker)
+    setup = SidecarSetup(str(seat.worker), ports, image, config.node_memory)
+    inject_sidecar(view, spec, attachment.container, setup)
     _withhold_token(spec)
     new = with_pull_settings(new, config.sidecar_pull_policy, config.sidecar_pull_secrets)
     metadata = new["metadata"]

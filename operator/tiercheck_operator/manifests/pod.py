@@ -54,6 +54,17 @@ class _Hosts(NamedTuple):
     prefer: str = ""
 
 
+class SidecarSetup(NamedTuple):
+    """The sidecar of one pod."""
+
+    worker: str
+    """The worker's value in the containers' environment."""
+    ports: int
+    """The first of its ports if the pod is in its node's network."""
+    image: str
+    node_memory: pod_settings.NodeMemory
+
+
 def build_pod(
     job: JobView,
     worker: int,
@@ -71,9 +82,8 @@ def build_pod(
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name = owned.pod_name(job, worker, incarnation)
     ports = pod_settings.worker_ports(job.identity, worker, incarnation)
-    place = _Hosts(avoid_nodes, unwelcome, prefer)
-    kit = {"worker": str(worker), "ports": ports, "image": sidecar_image, "node_memory": node_memory}
-    return _build(job, name, labels, place, **kit)
+    setup = SidecarSetup(str(worker), ports, sidecar_image, node_memory)
+    return _build(job, name, labels, _Hosts(avoid_nodes, unwelcome, prefer), setup)
 
 
 def build_spare(
@@ -88,9 +98,8 @@ def build_spare(
     """Builds a pod as a worker's, but without identity, which it gets later. Raises Unbuildable."""
     labels = {names.LABEL_SPARE: str(number)}
     name, ports = owned.spare_name(job, number), pod_settings.spare_ports(job.identity, number)
-    place = _Hosts(avoid_nodes, unwelcome)
-    kit = {"worker": names.SPARE_WORKER, "ports": ports, "image": sidecar_image, "node_memory": node_memory}
-    return _build(job, name, labels, place, **kit)
+    setup = SidecarSetup(names.SPARE_WORKER, ports, sidecar_image, node_memory)
+    return _build(job, name, labels, _Hosts(avoid_nodes, unwelcome), setup)
 
 
 def type_mismatch_message(error: Exception) -> str:
@@ -111,26 +120,16 @@ def unbuildable(job: JobView) -> str:
     return ""
 
 
-def _build(*arguments: Any, **kit: Any) -> dict[str, Any]:
+def _build(*arguments: Any) -> dict[str, Any]:
     try:
-        return _made(*arguments, **kit)
+        return _made(*arguments)
     except Exception as error:  # a field of another type than a Pod's may fail in any way
         raise Unbuildable(type_mismatch_message(error)) from error
 
 
 def _made(
-    job: JobView,
-    name: str,
-    labels: Mapping[str, str],
-    place: _Hosts,
-    *,
-    worker: str,
-    ports: int,
-    image: str,
-    node_memory: pod_settings.NodeMemory,
+    job: JobView, name: str, labels: Mapping[str, str], place: _Hosts, setup: SidecarSetup
 ) -> dict[str, Any]:
-    """Builds a pod. `worker`: its value in the containers' environment.
-    `ports`: the first of the sidecar's ports if the pod is in its node's network."""
     spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
     if spec.get("nodeName"):
         place = _Hosts((), ())  # no scheduler sees it, and a kubelet refuses a pod that avoids its node
@@ -152,9 +151,7 @@ def _made(
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
     pod_settings.resolve_cluster_names(spec)
-    inject_sidecar(
-        job, worker, spec, names.TRAINER_CONTAINER, image, host_ports=ports, node_memory=node_memory
-    )
+    inject_sidecar(job, spec, names.TRAINER_CONTAINER, setup)
     if place.avoid:
         _avoid(spec, sorted(place.avoid))
     if place.prefer:
@@ -164,37 +161,26 @@ def _made(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def inject_sidecar(
-    job: JobView,
-    worker: str,
-    spec: dict[str, Any],
-    trainer: str,
-    image: str,
-    *,
-    host_ports: int,
-    node_memory: pod_settings.NodeMemory = _NODE_MEMORY,
-) -> None:
-    """Adds to `spec`, any PodSpec, everything that makes it the pod of a worker.
-    `trainer`: the container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod
-    is in its node's network."""
+def inject_sidecar(job: JobView, spec: dict[str, Any], trainer: str, setup: SidecarSetup) -> None:
+    """Adds to `spec`, any PodSpec, what makes it a worker's pod. `trainer`: the container to wrap."""
     shares = compute_resources(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
         spec["resources"] = shares.pod
-    folder = pod_settings.preparation(job, node_memory, image, _security(spec), shares.init)
-    first = host_ports if pod_settings.is_on_host(spec) else None
+    folder = pod_settings.preparation(job, setup.node_memory, setup.image, _security(spec), shares.init)
     spec["initContainers"] = [
-        _library(spec, image, shares.init),
+        _library(spec, setup.image, shares.init),
         *([folder] if job.spec.node_memory else []),
-        _sidecar(job, worker, spec, image, node_memory, resources=shares.sidecar, host_ports=first),
+        _sidecar(job, spec, setup, shares.sidecar),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
-        _trainer(job, worker, entry) if entry.get("name") == trainer else entry
+        _trainer(job, setup.worker, entry) if entry.get("name") == trainer else entry
         for entry in spec.get("containers") or []
     ]
-    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, node_memory)]
-    spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, setup.node_memory)]
+    is_spare = setup.worker == names.SPARE_WORKER
+    spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=is_spare))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -216,24 +202,18 @@ def _library(spec: Mapping[str, Any], image: str, resources: Resources) -> dict[
 
 
 def _sidecar(
-    job: JobView,
-    worker: str,
-    spec: Mapping[str, Any],
-    image: str,
-    node_memory: pod_settings.NodeMemory,
-    *,
-    resources: Resources,
-    host_ports: int | None,
+    job: JobView, spec: Mapping[str, Any], setup: SidecarSetup, resources: Resources
 ) -> dict[str, Any]:
-    first = names.CONTROL_PORT if host_ports is None else host_ports
+    on_host = pod_settings.is_on_host(spec)
+    first = setup.ports if on_host else names.CONTROL_PORT
     grace = spec["terminationGracePeriodSeconds"]  # negative: one second, as for the API server
     env = [
-        *_identity(job, worker),
+        *_identity(job, setup.worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
         {"name": names.ENV_GRACE_SECONDS, "value": str(grace if grace >= 0 else 1)},
-        *(pod_settings.environment(node_memory) if job.spec.node_memory else []),
-        *([] if host_ports is None else [{"name": names.ENV_FIRST_PORT, "value": str(first)}]),
+        *(pod_settings.environment(setup.node_memory) if job.spec.node_memory else []),
+        *([{"name": names.ENV_FIRST_PORT, "value": str(first)}] if on_host else []),
     ]
     mounts = [
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -249,7 +229,7 @@ def _sidecar(
     env = [*(dict(entry) for entry in job.spec.sidecar_env if entry["name"] not in ours), *env]
     container: dict[str, Any] = {
         "name": names.SIDECAR_CONTAINER,
-        "image": image,
+        "image": setup.image,
         "command": ["python3", "-m", "tiercheck_sidecar"],
         "restartPolicy": "Always",
         "env": env,
