@@ -234,7 +234,7 @@ def test_everybody_is_told_where_the_others_are_by_port_and_trainers_by_address_
     obs = Observation(
         now=0.0, job=job, pods=tuple(members.values()), nodes={}, reports={}, placement=placement
     )
-    told = build_directives(obs, JobRecord(attempt=1), members, placement, phase=Phase.HOLD, sources={})
+    told = build_directives(obs, JobRecord(attempt=1), members, placement, phase=Phase.HOLD)
     first, second = (f"10.0.0.1:{ports(pod)['control']}" for pod in made)
     assert [peer.host for peer in told[0].holders] == [second]
     assert [peer.host for peer in told[1].hosted] == [first]

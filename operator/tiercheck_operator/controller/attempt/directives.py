@@ -90,10 +90,7 @@ def due_directives(
     exit_code: int = 0,
 ) -> list[Push]:
     """Returns directives for sidecars that follow another one. `exit_code`: the launchers', with Finish."""
-    sources = _sources(obs, status, members, placement, phase)
-    directives = build_directives(
-        obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
-    )
+    directives = build_directives(obs, status, members, placement, phase=phase, exit_code=exit_code)
     due = []
     for worker, directive in directives.items():
         report = obs.newest_reports.get(members[worker].uid)
@@ -113,6 +110,7 @@ def _sources(
     placement: SavedPlacement | None,
     phase: Phase,
 ) -> Mapping[int, tuple[Source, ...]]:
+    """Returns the sources of each rank for the attempt's version, nearest first."""
     version, spec = status.restored_version, obs.job.spec
     if version is None:
         return {}
@@ -138,10 +136,9 @@ def build_directives(
     placement: SavedPlacement | None,
     *,
     phase: Phase,
-    sources: Mapping[int, tuple[Source, ...]],
     exit_code: int = 0,
 ) -> dict[int, Directive]:
-    """Builds the directives, by worker. `sources`: those of each rank, nearest first.
+    """Builds the directives, by worker.
     Hold and Release need a `placement` and complete `members` with addresses; Finish goes to those left."""
     spec, uid = obs.job.spec, obs.job.identity
     hosts = {worker: pod.address for worker, pod in members.items()}
@@ -164,6 +161,7 @@ def build_directives(
     recovery = status.recovery
     rules = build_policy(spec, restored=version is not None, keeps=recovery is None or recovery.keeps)
     port = master_port(uid, status.attempt)
+    sources = _sources(obs, status, members, placement, phase)
     shared = SourceTable.of(sources, range(old)) if old else None
     named_table = "" if shared is None else _digest_of(shared)
     for worker in sorted(members):
