@@ -167,10 +167,9 @@ def inject_sidecar(job: JobView, spec: dict[str, Any], trainer: str, setup: Side
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
         spec["resources"] = shares.pod
-    folder = pod_settings.preparation(job, setup.node_memory, setup.image, _security(spec), shares.init)
     spec["initContainers"] = [
         _library(spec, setup.image, shares.init),
-        *([folder] if job.spec.node_memory else []),
+        *pod_settings.preparation(job, setup.node_memory, setup.image, _security(spec), shares.init),
         _sidecar(job, spec, setup, shares.sidecar),
         *(spec.get("initContainers") or []),
     ]
@@ -179,8 +178,7 @@ def inject_sidecar(job: JobView, spec: dict[str, Any], trainer: str, setup: Side
         for entry in spec.get("containers") or []
     ]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, setup.node_memory)]
-    is_spare = setup.worker == names.SPARE_WORKER
-    spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=is_spare))
+    spec.setdefault("topologySpreadConstraints", _soft_spread(job, setup.worker))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -220,8 +218,7 @@ def _sidecar(
         {"name": "tiercheck-run", "mountPath": names.RUN_DIR},
         {"name": "tiercheck-credentials", "mountPath": names.CREDENTIALS_DIR, "readOnly": True},
     ]
-    remote = pod_settings.remote_environment(job)
-    if remote is not None:
+    if (remote := pod_settings.remote_environment(job)) is not None:
         env.append({"name": names.ENV_REMOTE, "value": remote})
         env += [{"name": names.ENV_CLUSTER, "value": job.cluster}] if job.cluster else []
     mounts += [{"name": volume["name"], **mount} for volume, mount in pod_settings.remote_volumes(job)]
@@ -245,8 +242,7 @@ def _sidecar(
         "readinessProbe": _probe("/readyz", first + 2, period=5, failures=2),
         "volumeMounts": mounts,
     }
-    secret = pod_settings.credentials_secret(job)
-    if secret:
+    if secret := pod_settings.credentials_secret(job):
         container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
         env.append({"name": names.ENV_REMOTE_CREDENTIALS_DIR, "value": names.REMOTE_CREDENTIALS_DIR})
     return container
@@ -334,13 +330,13 @@ def _probe(path: str, port: int, period: int, failures: int) -> dict[str, Any]:
     }
 
 
-def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
+def _soft_spread(job: JobView, worker: str) -> list[dict[str, Any]]:
     """Returns constraints that spread workers evenly over domains and nodes, as far as there is room.
     Holders are in other domains, which is impossible for all workers of a domain with more than half of them.
     So a replacement belongs where the lost pod was, and spares are not counted. A spare's constraints count
     both, so that it is placed where workers and other spares are fewest."""
     selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.identity}}
-    if not spare:
+    if worker != names.SPARE_WORKER:
         selector["matchExpressions"] = [{"key": names.LABEL_WORKER, "operator": "Exists"}]
     try:
         levels = levels_from_spec(job.spec.topology_preset, job.spec.topology_levels)

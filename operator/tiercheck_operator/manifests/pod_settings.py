@@ -174,9 +174,9 @@ def preparation(
     image: str,
     security: Mapping[str, Any],
     resources: Mapping[str, Mapping[str, str]],
-) -> dict[str, Any]:
-    """Builds the init container. `security`: that of the other containers of TierCheck."""
-    return {
+) -> list[dict[str, Any]]:
+    """Builds the init container, if any. `security`: that of the other containers of TierCheck."""
+    container = {
         "name": names.NODE_MEMORY_CONTAINER,
         "image": image,
         "command": [
@@ -187,6 +187,7 @@ def preparation(
         "resources": copy.deepcopy(dict(resources)),
         "volumeMounts": [{"name": _VOLUME, "mountPath": names.NODE_MEMORY_DIR}],
     }  # fmt: skip
+    return [container] if job.spec.node_memory else []
 
 
 def forbidden(job: JobView, sentence: str) -> str:
