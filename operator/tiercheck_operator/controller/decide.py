@@ -375,11 +375,10 @@ def _all_succeeded(situation: Situation, reports: Mapping[int, Report]) -> bool:
 
 
 def _missing_belongings(situation: Situation) -> list[Action]:
-    missing: list[Action] = []
-    if situation.job.spec.gang is not None and not situation.have_gang:
-        missing.append(EnsureGang())
-    if not situation.have_credentials:
-        missing.append(EnsureCredentials())
-    if not situation.have_service and situation.job.spec.attach is None:
-        missing.append(EnsureService())
-    return missing
+    spec = situation.job.spec
+    found: tuple[tuple[bool, Action], ...] = (
+        (spec.gang is None or situation.have_gang, EnsureGang()),
+        (situation.have_credentials, EnsureCredentials()),
+        (spec.attach is not None or situation.have_service, EnsureService()),
+    )
+    return [action for there, action in found if not there]

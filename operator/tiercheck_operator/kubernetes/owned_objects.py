@@ -90,12 +90,14 @@ class OwnedObjects:
             if not (error.not_found or error.refused):
                 raise
             self.gang_problem = (
-                f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve "
-                f"{kind.served}. Install that scheduler, or leave spec.gang out"
-                if error.not_found
-                else f"the PodGroup {name} is refused: {error}. The operator needs rights to it "
+                f"the PodGroup {name} is refused: {error}. The operator needs rights to it "
                 "(chart: rbac.gangSchedulers)"
             )
+            if error.not_found:
+                self.gang_problem = (
+                    f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve "
+                    f"{kind.served}. Install that scheduler, or leave spec.gang out"
+                )
             return
         if found is not None and not is_owned_by(found, job):
             self.gang_problem = f"the PodGroup {name} is not this job's; if it stays, remove or rename it"

@@ -170,6 +170,7 @@ def _next_status(
         hang = note_hang(status, find_hang(situation, situation.members))
     failed_start = note_failed_start(situation, recovery, situation.members)
     in_place = cause.in_place and members == status.members
+    record = placing.describe_found_again(status.placement, placed.record) if in_place else placed.record
     rule = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
     wanted = situation.job.spec.workers
     anew = _why_all_anew(status, recovery, step, same_size)
@@ -188,9 +189,7 @@ def _next_status(
         crash_step=before if verdict.counts else status.crash_step,
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
-        placement=placing.describe_found_again(status.placement, placed.record)
-        if in_place
-        else placed.record,
+        placement=record,
         # After a pod loss, memory tiers are incomplete until the coordinator reports a complete version.
         # Versions newer than the step that all go back to are given up in every tier.
         tiers={

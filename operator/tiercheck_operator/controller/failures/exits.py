@@ -227,15 +227,11 @@ def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
 
 
 def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
-    limit = pod.trainer.memory_limit
-    bound = (
-        f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
-    )
-    said = (
-        f" {report.trainer.message}"
-        if report.trainer.reason == names.OOM_KILLED and report.trainer.message
-        else ""
-    )
+    limit, trainer = pod.trainer.memory_limit, report.trainer
+    bound = f"its memory limit of {limit}"
+    if not limit:
+        bound = "the memory of its node, for it has no limit of its own"
+    said = f" {trainer.message}" if trainer.message and trainer.reason == names.OOM_KILLED else ""
     return (
         f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and "
         f"was killed for it{code} (OOMKilled).{said} Raise resources.limits.memory of the container trainer "

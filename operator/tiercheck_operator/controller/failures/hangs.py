@@ -41,8 +41,11 @@ class Hang:
 
 def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     """Returns the hang of the current attempt; None if there is none. `pods`: by worker."""
+    reports = {worker: obs.current_reports.get(pods[worker].uid) for worker in sorted(pods)}
     running = {
-        worker: report for worker in sorted(pods) if (report := _running(obs, pods[worker])) is not None
+        worker: report
+        for worker, report in reports.items()
+        if report is not None and report.trainer.state is TrainerState.RUNNING
     }
     stalled = [
         report.trainer.stalled_since
@@ -80,11 +83,6 @@ def count_in_a_row(before: HangRecord | FailedStartRecord | None, worker: int, n
     """Returns how often in a row the worker was at fault on this node, this time included."""
     same = before is not None and (before.worker, before.node) == (worker, node)
     return before.times + 1 if before is not None and same else 1
-
-
-def _running(obs: Observation, pod: PodView) -> Report | None:
-    report = obs.current_reports.get(pod.uid)
-    return report if report is not None and report.trainer.state is TrainerState.RUNNING else None
 
 
 def _behind(running: Mapping[int, Report]) -> int | None:
@@ -137,19 +135,13 @@ def describe_stalled_restore(
     if not still:
         return None
     first = still[0]
-    whose = (
-        f"worker {first}"
-        if len(still) == 1
-        else f"worker {first} and those of {len(still) - 1} other workers"
-    )
-    next_one = (
-        "It has moved for that once already, so its node is not to blame"
-        if first in recovery.stalled
-        else "If others get on, and hold what it holds, it moves to another node"
-    )
+    others = f" and those of {len(still) - 1} other workers" if len(still) > 1 else ""
+    next_one = "If others get on, and hold what it holds, it moves to another node"
+    if first in recovery.stalled:
+        next_one = "It has moved for that once already, so its node is not to blame"
     return Finding(
         conditions.RESTORE_STALLED,
-        f"the restore of {whose} stands still: nothing came for more than {bound:.0f} s "
+        f"the restore of worker {first}{others} stands still: nothing came for more than {bound:.0f} s "
         f"({_waits_for(reports[first])}). {next_one}. Look at what it waits for",
     )
 

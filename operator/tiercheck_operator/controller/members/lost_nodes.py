@@ -45,11 +45,8 @@ def why_lost(obs: Observation, pod: PodView) -> str:
     if all(other.lost for other in obs.nodes.values()):
         return ""  # there is no other node, and no evidence
     if is_answering(obs, pod):
-        return (
-            f"{node.lost}, and its trainer is not started again"
-            if _waits_for_trainer_restart(obs, pod)
-            else ""
-        )
+        waits = _waits_for_trainer_restart(obs, pod)
+        return f"{node.lost}, and its trainer is not started again" if waits else ""
     return node.lost if _silent_too(obs, pod) else ""
 
 
@@ -123,9 +120,8 @@ def _node_missing(obs: Observation, pod: PodView) -> bool:
     known = obs.reports.get(pod.uid)
     if not obs.nodes or known is None:
         return False
-    if known.answered_at is None:
-        return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
-    return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle
+    limit = obs.patience.silent if known.answered_at is None else obs.patience.settle
+    return known.silent_since is not None and obs.now - known.silent_since > limit
 
 
 def why_left_down(obs: Observation, pod: PodView) -> str:
@@ -190,11 +186,8 @@ def describe_silent_sidecars(obs: Observation) -> Finding | None:
     pod = next((pod for pod in pods if pod.sidecar.restarting), pods[0])
     others = f" ({len(pods)} workers are without theirs)" if len(pods) > 1 else ""
     recovery = obs.job.status.recovery
-    trains = (
-        "Training goes on"
-        if recovery is None or recovery.released_at is not None
-        else "The way back waits for it"
-    )
+    released = recovery is None or recovery.released_at is not None
+    trains = "Training goes on" if released else "The way back waits for it"
     until = (
         f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of "
         "others get no newer"

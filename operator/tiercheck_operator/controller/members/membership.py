@@ -319,9 +319,9 @@ class SparePool:
 def find_spares(obs: Observation) -> SparePool:
     """Classifies spares by the rules for members, except that peers do not report on them."""
     ready, coming, lost = [], [], []
-    silent = _silent(obs)
+    answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
     for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
-        if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
+        if (answering and _is_silent(obs, pod)) or classify_pod(obs, pod, {}) is not None:
             lost.append(pod)
         elif is_ready(obs, pod):
             ready.append(pod)
@@ -330,15 +330,7 @@ def find_spares(obs: Observation) -> SparePool:
     return SparePool(tuple(ready), tuple(coming), tuple(lost))
 
 
-def _silent(obs: Observation) -> set[str]:
-    """Returns the spares that have been silent for too long while another sidecar of the job answers."""
-    answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
-    if not answering:
-        return set()
-    return {
-        pod.uid
-        for pod in obs.spares
-        if was_up(obs, pod)
-        and restart_due(obs, pod) is None
-        and (seconds_silent(obs, pod) or 0.0) > obs.patience.silent
-    }
+def _is_silent(obs: Observation, pod: PodView) -> bool:
+    """Returns whether a spare has been silent for too long, and no kubelet is to restart its sidecar."""
+    late = (seconds_silent(obs, pod) or 0.0) > obs.patience.silent
+    return late and was_up(obs, pod) and restart_due(obs, pod) is None

@@ -135,11 +135,9 @@ def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
     names += [member.node for member in saved if member.worker == worker]
     name = next((entry for entry in names if entry), "")
     node = situation.nodes.get(name)
-    return (
-        node.hostname
-        if node is not None and node.hostname not in (*required_against(situation), *unwelcome)
-        else ""
-    )
+    if node is None or node.hostname in (*required_against(situation), *unwelcome):
+        return ""
+    return node.hostname
 
 
 def _pause(situation: Situation, worker: int) -> float:
@@ -405,8 +403,6 @@ def _size_advice(situation: Situation) -> str:
         return ""
     size = sum(pod.node is not None for pod in situation.members.values())
     why = why_not_smaller(situation, size)
-    return (
-        f"It cannot go on smaller: {why}."
-        if why
-        else f"It goes on with {size} workers as soon as nothing else is under way."
-    )
+    if why:
+        return f"It cannot go on smaller: {why}."
+    return f"It goes on with {size} workers as soon as nothing else is under way."

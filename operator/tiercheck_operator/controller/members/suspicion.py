@@ -250,11 +250,9 @@ def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | No
         )
     text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
     if due is not None and not suspicion.host_silent:
-        late = (
-            f"should have started it again {-due:.0f} s ago"
-            if due < 0
-            else f"starts it again only in {due:.0f} s"
-        )
+        late = f"starts it again only in {due:.0f} s"
+        if due < 0:
+            late = f"should have started it again {-due:.0f} s ago"
         return f"{text}; the restore needs it, and its kubelet {late}"
     if not named:
         return text

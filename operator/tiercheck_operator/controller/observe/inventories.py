@@ -218,11 +218,9 @@ def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | No
         return None if group is None else Source(choice.tier, parity=group)
     if choice.worker is None:
         return Source(choice.tier)
-    return (
-        Source(choice.tier, Peer(choice.worker, members[choice.worker].address))
-        if choice.worker in members
-        else None
-    )
+    if choice.worker not in members:
+        return None
+    return Source(choice.tier, Peer(choice.worker, members[choice.worker].address))
 
 
 def _old_group(group: OldGroup, members: Mapping[int, PodView]) -> ParityGroup:

@@ -153,20 +153,17 @@ def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | Ca
 def describe_placement(outcome: Placement, layout: Layout) -> Placed:
     """Converts the planner's outcome into the record and the finding for the status."""
     topology, level = layout.topology, layout.level
+    lacking = f"{numbered(outcome.unprotected)}: {outcome.reason}" if outcome.unprotected else ""
     record = PlacementRecord(
         hash=outcome.digest,
         spread_achieved=outcome.achieved_level or "none",
         tolerates=outcome.tolerates,
         unprotected_workers=len(outcome.unprotected),
-        unprotected_reason=f"{numbered(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE]
-        if outcome.unprotected
-        else "",
+        unprotected_reason=lacking[:_SENTENCE],
         complete=not any(outcome.holders) and not outcome.groups,  # nothing is copied
     )
-    reason, message = (
-        conditions.ALL_PLACED,
-        outcome.reason or "every worker has a node and its copies have holders",
-    )
+    reason = conditions.ALL_PLACED
+    message = outcome.reason or "every worker has a node and its copies have holders"
     # Missing labels are reported only if the wanted spread depends on them.
     missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
     if missing:

@@ -132,11 +132,9 @@ def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
 
 
 def _sentence(attempt: int, worker: int, proof: ResumeProof) -> str:
-    found = (
-        f"{plural(proof.steps, 'step')} trained again, bitwise equal"
-        if proof.exact is Exact.PROVEN
-        else proof.message
-    )
+    found = proof.message
+    if proof.exact is Exact.PROVEN:
+        found = f"{plural(proof.steps, 'step')} trained again, bitwise equal"
     where = f"attempt {attempt}, worker {worker}, rank {proof.rank}, back at step {proof.step}"
     return f"{where}: {found or 'the rank gives no reason'}"
 

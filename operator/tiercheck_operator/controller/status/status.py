@@ -190,11 +190,9 @@ def _placed(look: _Look) -> _Told:
 def _unprotected(record: JobRecord, reason: str) -> Finding:
     """Returns the finding for Protected without pods, when only the remote tier holds anything."""
     remote = record.tiers.get("remote")
-    kept = (
-        f"the remote tier holds step {remote.step}"
-        if remote is not None
-        else "there is no version in a remote tier"
-    )
+    kept = "there is no version in a remote tier"
+    if remote is not None:
+        kept = f"the remote tier holds step {remote.step}"
     gone = "training has ended, and what was in memory is gone"
     if reason == conditions.SUSPEND_REQUESTED:
         gone = "the pods and their memory are gone"
@@ -253,15 +251,9 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
         trouble = find_remote_trouble(unreachable)
         return Finding(trouble.reason, f"{trouble.message} Training goes on.")
     if not _placed_for_others(obs):
-        return Finding(
-            conditions.NO_COPIES,
-            "tiers.peer has neither copies nor parity: the loss of a pod goes back "
-            + (
-                "to the remote tier"
-                if obs.job.spec.remote
-                else "to the first step, for there is no remote tier"
-            ),
-        )
+        back = "the remote tier" if obs.job.spec.remote else "the first step, for there is no remote tier"
+        text = f"tiers.peer has neither copies nor parity: the loss of a pod goes back to {back}"
+        return Finding(conditions.NO_COPIES, text)
     if record.placement is not None and record.placement.unprotected_workers:
         count = record.placement.unprotected_workers
         return Finding(
@@ -308,11 +300,9 @@ def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) 
     if known is not None or (record.memory is not None and record.attempt):
         return known or record.memory
     placement = obs.placement
-    share = (
-        memory.equal_share(obs.job.spec, obs.size)
-        if placement is None
-        else memory.largest_share(placement.holders(), placement.groups)
-    )
+    if placement is None:
+        return memory.forecast_memory(obs.job.spec, memory.equal_share(obs.job.spec, obs.size))
+    share = memory.largest_share(placement.holders(), placement.groups)
     return memory.forecast_memory(obs.job.spec, share)
 
 
