@@ -336,10 +336,8 @@ class Webhook:
         except Exception:
             # An error of the operator never rejects a pod: it runs as it would without TierCheck.
             log.exception("a pod could not be looked at")
-            operations, warning = (
-                [],
-                "TierCheck does not look after this pod: its operator has a fault; see its log.",
-            )
+            operations = []
+            warning = "TierCheck does not look after this pod: its operator has a fault; see its log."
         if operations:
             response["patchType"] = "JSONPatch"
             response["patch"] = base64.b64encode(json.dumps(operations).encode()).decode()

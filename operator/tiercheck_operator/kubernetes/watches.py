@@ -48,13 +48,8 @@ class ObjectParser:
             uid = str(metadata["uid"])
             if uid not in self._told:
                 name = f"{metadata.get('namespace') or ''}/{metadata.get('name')}".lstrip("/")
-                log.warning(
-                    "%s %s makes no sense, and is left out: %s: %.200s",
-                    kind,
-                    name,
-                    type(error).__name__,
-                    error,
-                )
+                why = f"{type(error).__name__}: {str(error)[:200]}"
+                log.warning("%s %s makes no sense, and is left out: %s", kind, name, why)
             self._told[uid] = None
             self._told.move_to_end(uid)
             if len(self._told) > _REMEMBERED:
