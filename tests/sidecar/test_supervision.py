@@ -23,6 +23,7 @@ from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, Tie
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
+from tiercheck_sidecar.artifact_source import ArtifactSource
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
 from tiercheck_sidecar.model.state import SidecarState
@@ -381,7 +382,7 @@ def failing_first(times: int, real: Callable[..., str]) -> Callable[..., str]:
     return sometimes
 
 
-class Broken:
+class Broken(ArtifactSource):
     """A remote tier whose every answer is unforeseen."""
 
     def list(self, rank: int, version: Version, call: object) -> dict[Artifact, int]:
@@ -389,9 +390,6 @@ class Broken:
 
     def open(self, artifact: Artifact, call: object) -> None:
         fail()
-
-    def close(self) -> None:
-        pass
 
 
 def test_place_that_fails_unforeseen_is_gone_round(stations: MakeStations) -> None:

@@ -24,6 +24,7 @@ from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar import artifact_source
 from tiercheck_sidecar.artifact_source import (
     ArtifactSink,
+    ArtifactSource,
     BoundedCall,
     BoundedCalls,
     CallAbandoned,
@@ -39,7 +40,7 @@ from tiercheck_sidecar.restore.restore import RankRestorer, Restorer
 from tiercheck_sidecar.restore.sources import SOURCE_STALLED, RestoreSources
 
 
-class DeadMount:
+class DeadMount(ArtifactSource):
     """A remote tier whose file server is gone, until the test brings it back."""
 
     def __init__(self, hangs_at: str) -> None:
@@ -64,9 +65,6 @@ class DeadMount:
 
     def _read(self, indices: Sequence[int], sink: ArtifactSink) -> None:
         raise AssertionError("what comes too late is nobody's any more")
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
