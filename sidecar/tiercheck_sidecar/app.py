@@ -33,9 +33,8 @@ from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.parity.holder import ParityHolder, ParitySession
-from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
-from tiercheck_sidecar.replicate.replicate import Replicator
+from tiercheck_sidecar.replicate.replicate import ParitySender, Replicator
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import FOLDER, RestoreSources
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket

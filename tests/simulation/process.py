@@ -367,7 +367,7 @@ class _Lane:
 
     def __init__(self, process: Process, holder: Peer, kind: Kind, era: Any) -> None:
         self._process, self._holder, self._kind, self._era = process, holder, kind, era
-        self._lane = process.replicator.lane(holder, kind, era)
+        self._lane = lane.Lane(process.replicator, holder, kind, era)
         self._name = f"lane {holder.worker} {kind.value}"
         self._reviewed_at = process.world.now
 

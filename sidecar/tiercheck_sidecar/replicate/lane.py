@@ -77,20 +77,6 @@ def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
     return list(firsts.values())
 
 
-def lacking(
-    state: SidecarState, vault: Vault, kind: Kind, attempt: int, has: Mapping[int, MemoryStock]
-) -> list[Seal]:
-    """Returns what a holder of that attempt should get; `has`: what it has of each own rank."""
-    with state.lock:
-        verdict, directive = state.verdict, state.directive
-        ready = state.restore.state is RestoreState.READY
-    if verdict is None or not ready or directive is None or directive.attempt != attempt:
-        return []
-    owed = due(kind, vault.stocks(), has, verdict.copy, directive.history)
-    found = (vault.find(each, Tier.LOCAL) for each in owed)
-    return [seal for seal in found if seal is not None]
-
-
 class PushRefused(Exception):
     """The holder refuses the artifact; the message is its sentence."""
 
@@ -216,45 +202,20 @@ class Backoff(Generic[Key]):
 
 
 class Lane:
-    """Sends artifacts that are due to one holder. Used by one thread."""
+    """Sends a holder what it lacks of one kind. Used by one thread."""
 
-    def __init__(
-        self,
-        state: SidecarState,
-        vault: Vault,
-        holder: Peer,
-        *,
-        due: Callable[[], list[Seal]],
-        bring: Callable[[Seal, ConnectionPool], bool],
-        report: Callable[[str], None],
-    ) -> None:
-        """`due` returns what the holder should get, in the order of sending.
-
-        `bring` sends one of these and returns whether the holder has it; False: it is to be offered again. It
-        raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged. `report` gets the reason
-        why nothing is sent, and an empty one when something is."""
-        self._state, self._vault, self._holder = state, vault, holder
-        self._due, self._bring, self._report = due, bring, report
+    def __init__(self, lanes: HolderLanes, holder: Peer, kind: Kind, era: Era) -> None:
+        self._lanes, self._state, self._vault = lanes, lanes.state, lanes.vault
+        self.holder, self.kind, self.era = holder, kind, era
+        self.pace = Portion(lanes.bucket, PORTIONS[kind])
+        self.reviewed_at = time.monotonic()
+        """The time at which the holder was last asked what it has."""
         self._waits: Backoff[int | None] = Backoff()
-
-    def run(
-        self, line: ConnectionPool, is_over: Callable[[], bool], before: Callable[[], None] = lambda: None
-    ) -> None:
-        """Sends what is due until `is_over`, and calls `before` each time before it determines that."""
-        seen = -1
-        while not is_over():
-            before()
-            pause = self.turn(line)
-            if pause is None:
-                seen = self._state.wait(seen, timeout=1.0)
-            elif pause:
-                # Unrelated changes must not wake this lane again and again meanwhile.
-                self._state.wait_until(is_over, pause)
 
     def turn(self, line: ConnectionPool) -> float | None:
         """Sends the first due artifact. Returns the seconds until the next may be; None: none is due."""
         now, waits = time.monotonic(), self._waits
-        candidates = first_of_each_rank(self._due())
+        candidates = first_of_each_rank(self._lanes.lacking(self))
         for seal in candidates:
             if waits.ready(seal.rank, now) and waits.ready(None, now):
                 self._send(seal, line)
@@ -266,28 +227,28 @@ class Lane:
 
     def _send(self, seal: Seal, line: ConnectionPool) -> None:
         """Sends one artifact; the outcome decides whether its rank, or the whole lane, has to wait."""
-        now, waits = time.monotonic, self._waits
+        now, waits, report = time.monotonic, self._waits, partial(self._lanes.report, self)
         try:
-            has_it = self._bring(seal, line)
+            has_it = self._lanes.bring(seal, line, self)
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
             self._vault.evict_if_bad(self._state, seal.artifact, Tier.LOCAL)
             waits.failed(seal.rank, now())
-            self._report(str(error))
+            report(str(error))
         except PushRefused as error:
-            log.info("%s to worker %d: %s", seal, self._holder.worker, error)
+            log.info("%s to worker %d: %s", seal, self.holder.worker, error)
             waits.succeeded(None)
             if waits.failed(seal.rank, now()) >= _PATIENCE:
-                self._report(str(error))
+                report(str(error))
         except (WireBroken, PeerRefused, OSError) as error:
-            log.info("%s to worker %d: %s", seal, self._holder.worker, error)
-            self._state.peers.suspect(self._holder)
+            log.info("%s to worker %d: %s", seal, self.holder.worker, error)
+            self._state.peers.suspect(self.holder)
             if waits.failed(None, now()) >= _PATIENCE:
-                self._report(str(error))
+                report(str(error))
         else:
             waits.succeeded(None)
-            self._report("")
+            report("")
             if has_it:
                 waits.succeeded(seal.rank)
             else:
@@ -313,7 +274,7 @@ class HolderLanes(ABC):
         self, state: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket
     ) -> None:
         """`bucket` limits all that this worker sends to its holders (`Policy.peer_bandwidth`)."""
-        self._state, self._vault, self._identity, self._port = state, vault, identity, port
+        self.state, self.vault, self._identity, self._port = state, vault, identity, port
         self.bucket = bucket
         self._lock = threading.Lock()
         self._era: Era | None = None
@@ -330,20 +291,22 @@ class HolderLanes(ABC):
     def _era_of(self, directive: Directive) -> Era: ...
 
     @abstractmethod
-    def _bring(self, seal: Seal, line: ConnectionPool, pace: Portion, holder: Peer, era: Era) -> bool:
-        """Sends one artifact, as `bring` of Lane does."""
+    def bring(self, seal: Seal, line: ConnectionPool, lane: Lane) -> bool:
+        """Sends one artifact, and returns whether the holder has it; False: it is to be offered again.
+
+        Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged."""
 
     def run(self) -> None:
-        for _ in self._state.looks(timeout=5.0):
+        for _ in self.state.looks(timeout=5.0):
             era = self.follow()
             for name, body in self._threads(era).items() if era is not None else ():
                 if name not in self._begun:
-                    self._state.threads.loop(name, body)
+                    self.state.threads.loop(name, body)
                     self._begun.add(name)
 
     def follow(self) -> Era | None:
         """Switches to the holders that the directive names. Returns their era, if there is one."""
-        directive = self._state.directive
+        directive = self.state.directive
         if directive is None:
             return None
         self.bucket.set_rate(directive.policy.peer_bandwidth)
@@ -355,7 +318,7 @@ class HolderLanes(ABC):
                     self._begin(era, old)
                 self._reasons = {}
                 if era.holders or (old is not None and old.holders):
-                    self._state.problem("PeerUnreachable", "")
+                    self.state.problem("PeerUnreachable", "")
         return self._era
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
@@ -371,33 +334,33 @@ class HolderLanes(ABC):
 
     def owes(self) -> bool:
         """Returns whether a holder lacks anything that it should have."""
-        with self._lock:
-            era = self._era
+        era = self._era
         return era is not None and any(
-            self._due(holder, kind, era) for holder in era.holders for kind in Kind
+            self.lacking(Lane(self, holder, kind, era)) for holder in era.holders for kind in Kind
         )
 
-    def lane(self, holder: Peer, kind: Kind, era: Era) -> Lane:
-        """Returns a lane, to be run by one thread."""
-        pace = Portion(self.bucket, PORTIONS[kind])
-        return Lane(
-            self._state,
-            self._vault,
-            holder,
-            due=partial(self._due, holder, kind, era),
-            bring=lambda seal, line: self._bring(seal, line, pace, holder, era),
-            report=partial(self.report, era, holder, kind),
-        )
+    def lacking(self, lane: Lane) -> list[Seal]:
+        """Returns what the lane's holder should get, in the order of sending."""
+        with self.state.lock:
+            verdict, directive = self.state.verdict, self.state.directive
+            ready = self.state.restore.state is RestoreState.READY
+        if verdict is None or not ready or directive is None or directive.attempt != lane.era.attempt:
+            return []
+        with self._lock:
+            has = self._has.get(lane.holder, {})
+        owed = due(lane.kind, self.vault.stocks(), has, verdict.copy, directive.history)
+        found = (self.vault.find(each, Tier.LOCAL) for each in owed)
+        return [seal for seal in found if seal is not None]
 
-    def report(self, era: Era, holder: Peer, kind: Kind, reason: str) -> None:
+    def report(self, lane: Lane, reason: str) -> None:
         """Publishes why lanes of the era send nothing, as one problem; an empty reason: this one sends."""
         with self._publish_lock:
-            if era != self._era:
+            if lane.era != self._era:
                 return
-            self._reasons[holder.worker, kind] = reason
+            self._reasons[lane.holder.worker, lane.kind] = reason
             worst = {worker: why for (worker, _), why in self._reasons.items() if why}
             told = [f"Worker {worker} {self.failure_clause}: {why}" for worker, why in sorted(worst.items())]
-            self._state.problem("PeerUnreachable", ". ".join([*told, self.conclusion]) if told else "")
+            self.state.problem("PeerUnreachable", ". ".join([*told, self.conclusion]) if told else "")
 
     def _begin(self, era: Era, old: Era | None) -> None:
         """Resets what is known of the holders. Called under the lock."""
@@ -411,16 +374,22 @@ class HolderLanes(ABC):
         }
 
     def _serve(self, holder: Peer, kind: Kind, era: Era) -> None:
+        lane, seen = Lane(self, holder, kind, era), -1
         with ConnectionPool(partial(self._dial, holder, era)) as line:
-            self.lane(holder, kind, era).run(line, partial(self._is_over, era))
+            while not self._is_over(era):
+                self._before_turn(lane, line)
+                pause = lane.turn(line)
+                if pause is None:
+                    seen = self.state.wait(seen, timeout=1.0)
+                elif pause:
+                    # Unrelated changes must not wake this lane again and again meanwhile.
+                    self.state.wait_until(partial(self._is_over, era), pause)
+
+    def _before_turn(self, lane: Lane, line: ConnectionPool) -> None:  # noqa: B027  (most know already)
+        """Updates what is known of the lane's holder."""
 
     def _dial(self, holder: Peer, era: Era) -> Wire:
         return dial(self._identity, era.attempt, holder, self._port)
 
     def _is_over(self, era: Era) -> bool:
-        return self._state.stopping or self._era is not era
-
-    def _due(self, holder: Peer, kind: Kind, era: Era) -> list[Seal]:
-        with self._lock:
-            has = self._has.get(holder, {})
-        return lacking(self._state, self._vault, kind, era.attempt, has)
+        return self.state.stopping or self._era is not era

@@ -1,29 +1,35 @@
-"""Copies own ranks' artifacts from memory to this worker's holders, while the next step trains.
+"""Copies own ranks' artifacts to this worker's holders, or has them folded into parity there.
 
 Each holder has two threads, one for the snapshot that the coordinator names and one for deltas, so that no
 delta waits behind a snapshot, a slow holder does not delay the others, and no holder ever delays a trainer.
 Each attempt asks anew what a holder has: after a recovery, existing artifacts are offered to the new holders
-at once, without waiting for a snapshot. It is also asked at intervals within an attempt, because a holder
-that restarted, or found a copy corrupted, has less than it acknowledged.
+at once, without waiting for a snapshot.
+
+A holder acknowledges a copy as it takes it. It is also asked at intervals, because one that restarted, or
+found a copy corrupted, has less than it acknowledged. A block of parity is complete when all members' parts
+are in, so each holder of parity is polled, and each answer replaces what was known before: one that gave up
+a block is sent again only the chunks that are not in its block yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.version import Artifact, History, Kind
 from tiercheck_sidecar.exchange.fetch import list_held
-from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
+from tiercheck_sidecar.exchange.frames import ListedArtifact, PeerRequest, PeerResponse, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused
 from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.lane import Era, HolderLanes, push
+from tiercheck_sidecar.pacing import TokenBucket
+from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, Lane, PushRefused, push, send
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable
@@ -56,22 +62,15 @@ class Replicator(HolderLanes):
         kept = self._has if old is not None and old.attempt == era.attempt else {}
         self._has = {holder: kept.get(holder, {}) for holder in era.holders}
 
-    def _serve(self, holder: Peer, kind: Kind, era: Era) -> None:
-        lane, reviewed_at = self.lane(holder, kind, era), time.monotonic()
+    def _before_turn(self, lane: Lane, line: ConnectionPool) -> None:
+        if lane.kind is Kind.SNAPSHOT and time.monotonic() - lane.reviewed_at >= _REVIEW_EVERY:
+            self._review(lane.holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, lane.era)
+            lane.reviewed_at = time.monotonic()
 
-        def review() -> None:
-            nonlocal reviewed_at
-            if kind is Kind.SNAPSHOT and time.monotonic() - reviewed_at >= _REVIEW_EVERY:
-                self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
-                reviewed_at = time.monotonic()
-
-        with ConnectionPool(partial(self._dial, holder, era)) as line:
-            lane.run(line, partial(self._is_over, era), review)
-
-    def _bring(self, seal: Seal, line: ConnectionPool, pace: Portion, holder: Peer, era: Era) -> bool:
-        kept = push(self._vault, seal, line, pace)
+    def bring(self, seal: Seal, line: ConnectionPool, lane: Lane) -> bool:
+        kept = push(self.vault, seal, line, lane.pace)
         if kept:
-            self._acknowledge(holder, seal, era)
+            self._acknowledge(lane.holder, seal, lane.era)
         return kept
 
     def _review(
@@ -89,7 +88,7 @@ class Replicator(HolderLanes):
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("what worker %d holds: %s", holder.worker, error)
             hang_up()
-            self._state.peers.suspect(holder)
+            self.state.peers.suspect(holder)
             return
         self._forget()  # what it was allowed to free meanwhile does not count as lost
         with self._lock:
@@ -108,7 +107,7 @@ class Replicator(HolderLanes):
                 left[each.rank] = left[each.rank].minus(each.kind, each.version)
             self._has[holder] = left
         log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
-        self._state.bump()
+        self.state.bump()
 
     def _acknowledge(self, holder: Peer, seal: Seal, era: Era) -> None:
         with self._lock:
@@ -117,13 +116,13 @@ class Replicator(HolderLanes):
             has = self._has[holder]
             more = has.get(seal.rank, NOTHING).plus(seal.kind, seal.version)
             self._has[holder] = {**has, seal.rank: more}
-        self._state.count(replicated=1)
-        self._state.bump()
+        self.state.count(replicated=1)
+        self.state.bump()
 
     def _forget(self) -> None:
         """Drops acknowledgements of artifacts that holders may have freed, by the rule that they follow."""
-        with self._state.lock:
-            verdict, directive = self._state.verdict, self._state.directive
+        with self.state.lock:
+            verdict, directive = self.state.verdict, self.state.directive
         if directive is None:
             return
         judged = {}
@@ -146,3 +145,101 @@ def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict
     for kind, version in freeable(place, history, verdict):
         acknowledged = acknowledged.minus(kind, version)
     return acknowledged
+
+
+@dataclass
+class _HolderState:
+    """The last known state of a holder."""
+
+    complete: frozenset[Artifact] = frozenset()
+    """Own artifacts in blocks that are complete there, by its newest answer."""
+    folded: frozenset[Artifact] = frozenset()
+    brought: frozenset[Artifact] = frozenset()
+    late: frozenset[Artifact] = frozenset()
+
+    def credit(self) -> int:
+        """Returns how many more were sent and are complete, which become known in any order."""
+        done = self.brought & self.complete
+        self.brought -= done
+        return len(done)
+
+
+class ParitySender(HolderLanes):
+    """Sends own artifacts to holders of parity, and polls what they have."""
+
+    failure_clause = "takes no parity"
+    conclusion = "Training goes on; its state is protected as soon as that worker answers or is replaced"
+    _holder_states: dict[Peer, _HolderState]
+
+    def _era_of(self, directive: Directive) -> Era:
+        group = directive.parity
+        return Era(directive.attempt, group.holders if group else (), group)
+
+    def _begin(self, era: Era, old: Era | None) -> None:
+        super()._begin(era, old)
+        self._holder_states = {holder: _HolderState() for holder in era.holders}
+
+    def _threads(self, era: Era) -> dict[str, Callable[[], None]]:
+        watches = {
+            f"status-of-worker-{holder.worker}": partial(self._watch, holder, era) for holder in era.holders
+        }
+        return watches | super()._threads(era)
+
+    def _watch(self, holder: Peer, era: Era) -> None:
+        """Polls the holder for what it has."""
+        waits: Backoff[None] = Backoff()
+        while not self._is_over(era):
+            try:
+                with contextlib.closing(self._dial(holder, era)) as wire:
+                    while not self._is_over(era):
+                        wire.send(PeerRequest("status"))
+                        said = wire.receive(PeerResponse)
+                        waits.succeeded(None)
+                        self._take(holder, era, frozenset(said.complete), frozenset(said.folded))
+            except (WireBroken, PeerRefused) as error:
+                log.debug("status of worker %d: %s", holder.worker, error)
+                waits.failed(None, time.monotonic())
+                pause = max(0.0, waits.until(None) - time.monotonic())
+                self.state.wait_until(partial(self._is_over, era), pause)
+
+    def _take(
+        self, holder: Peer, era: Era, complete: frozenset[Artifact], folded: frozenset[Artifact]
+    ) -> None:
+        with self._lock:
+            known = self._holder_states.get(holder)
+            if self._era is not era or known is None or (complete, folded) == (known.complete, known.folded):
+                return
+            known.complete, known.folded = complete, folded
+            self._has[holder] = by_rank(complete)
+            done = known.credit()
+        self.state.count(replicated=done)
+        self.state.bump()
+
+    def bring(self, seal: Seal, line: ConnectionPool, lane: Lane) -> bool:
+        before = line.sent
+        said = send(self.vault, seal, line, lane.pace, "fold")
+        if said.state == "busy":
+            return False
+        if said.state == "refused":
+            raise PushRefused(said.message)
+        with self._lock:
+            known = self._holder_states.get(lane.holder)
+            if self._era is not lane.era or known is None:
+                return True
+            if said.state == "late":
+                known.late |= {seal.artifact}
+            else:
+                known.folded |= {seal.artifact}
+                known.brought |= {seal.artifact} if line.sent > before else set()
+            done = known.credit()
+        self.state.count(replicated=done)
+        return True
+
+    def lacking(self, lane: Lane) -> list[Seal]:
+        here = {seal.artifact for seal in self.vault.held()}
+        with self._lock:
+            known = self._holder_states.get(lane.holder, _HolderState())
+            known.late &= here
+            known.brought &= here
+            settled = known.folded | known.late
+        return [seal for seal in super().lacking(lane) if seal.artifact not in settled]

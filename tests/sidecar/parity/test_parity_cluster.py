@@ -19,6 +19,7 @@ from tiercheck import supervised
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.replicate.lane import Lane
 
 V = Version(10, 1)
 
@@ -56,7 +57,10 @@ def test_last_word_of_a_holder_is_the_one_that_stays(job: Group, monkeypatch: py
 
     monkeypatch.setattr(state, "problem", late)
     words = [(Kind.SNAPSHOT, "it is full"), (Kind.SNAPSHOT, "")]
-    threads = [threading.Thread(target=sender.report, args=(era, era.holders[0], *word)) for word in words]
+    threads = [
+        threading.Thread(target=sender.report, args=(Lane(sender, era.holders[0], kind, era), why))
+        for kind, why in words
+    ]
     threads[0].start()
     assert held.wait(60)
     threads[1].start()
