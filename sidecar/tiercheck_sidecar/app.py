@@ -29,7 +29,7 @@ from tiercheck_sidecar.exchange.server import ExchangeServer, HeartbeatSender
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.watches import named_addresses
-from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
+from tiercheck_sidecar.node_memory import FolderClaim, entries, sweep_job
 from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.parity.holder import ParityHolder, ParitySession
@@ -346,18 +346,11 @@ def fingerprint(folder: Path) -> str:
     """Returns a hash of names and contents; a Secret that does not exist is an empty folder."""
     seen = hashlib.sha256()
     # The kubelet's own links and time-stamped folders begin with two dots.
-    for file in sorted(path for path in _entries(folder) if not path.name.startswith("..")):
+    for file in (path for path in entries(folder) if not path.name.startswith("..")):
         with contextlib.suppress(OSError):
             content = file.read_bytes()
             seen.update(f"{file.name}\0{len(content)}\0".encode() + content)
     return seen.hexdigest()
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def prepare_process() -> None:

@@ -133,7 +133,7 @@ class FolderClaim:
 def sweep_job(job: Path, keep: float, now: float) -> int:
     """Removes dead pods' folders and other files unchanged for `keep` seconds; returns how many."""
     removed = 0
-    for path in _entries(job):
+    for path in entries(job):
         with _dead(path) as dead:
             if dead and now - _newest(path, now + keep) > keep:
                 _remove(path)
@@ -160,7 +160,8 @@ def prepare(base: Path, job_uid: str) -> None:
     os.utime(folder)  # or a sweep might find it empty and old, between here and the sidecar's start
 
 
-def _entries(parent: Path) -> list[Path]:
+def entries(parent: Path) -> list[Path]:
+    """Returns what a folder contains, sorted; nothing if it cannot be read."""
     try:
         return sorted(parent.iterdir())
     except OSError:
@@ -168,7 +169,7 @@ def _entries(parent: Path) -> list[Path]:
 
 
 def _folders(parent: Path) -> list[Path]:
-    return [path for path in _entries(parent) if path.is_dir() and not path.is_symlink()]
+    return [path for path in entries(parent) if path.is_dir() and not path.is_symlink()]
 
 
 @contextlib.contextmanager
@@ -219,7 +220,7 @@ def _newest(path: Path, latest: float) -> float:
     """Returns when anything was last written: every snapshot leaves a new seal.
     A date after `latest` does not count: the owner of a file can set any."""
     times = [0.0]
-    for each in [path, *([] if path.is_symlink() else _entries(path))]:
+    for each in [path, *([] if path.is_symlink() else entries(path))]:
         with contextlib.suppress(OSError):
             times.append(each.lstat().st_mtime)
     return max(moment for moment in times if moment <= latest)

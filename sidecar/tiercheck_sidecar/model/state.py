@@ -164,8 +164,7 @@ class SidecarState:
 
     @property
     def attempt(self) -> int:
-        directive = self.directive
-        return directive.attempt if directive else 0
+        return self.directive.attempt if self.directive is not None else 0
 
     @property
     def policy(self) -> Policy:
@@ -201,8 +200,9 @@ class SidecarState:
         self.bump()
 
     def _is_signed(self, told: SignedAttempt) -> bool:
-        statement = attempt_statement(self.config.job_uid, told.attempt)
-        return is_signed(self.config.operator_public, statement, told.signature)
+        return is_signed(
+            self.config.operator_public, attempt_statement(self.config.job_uid, told.attempt), told.signature
+        )
 
     def isolated(self, seconds: float) -> bool:
         """Returns whether neither the controller nor any peer was in contact for `seconds`.
@@ -341,8 +341,7 @@ class SidecarState:
     def reach(self, rank: int, version: Version) -> None:
         """Records that an own rank has captured or skipped this snapshot."""
         with self.lock:
-            before = self.reached.get(rank)
-            self.reached = {**self.reached, rank: max(version, before) if before else version}
+            self.reached = {**self.reached, rank: max(version, self.reached.get(rank, version))}
         self.bump()
 
     def propose_release(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
@@ -387,10 +386,10 @@ class SidecarState:
         """Publishes the state of the remote tier; without `versions`, earlier ones stand."""
         with self.lock:
             before = self.remote
-            after = dataclasses.replace(before, reachable=reachable, message=message)
-            if versions is not None:
-                after = dataclasses.replace(after, versions=versions, ranks=ranks)
-            self.remote = after
+            listed = (
+                before if versions is None else dataclasses.replace(before, versions=versions, ranks=ranks)
+            )
+            self.remote = after = dataclasses.replace(listed, reachable=reachable, message=message)
         if after != before:
             self.bump()
 

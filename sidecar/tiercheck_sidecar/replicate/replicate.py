@@ -6,9 +6,9 @@ Each attempt asks anew what a holder has: after a recovery, existing artifacts a
 at once, without waiting for a snapshot.
 
 A holder acknowledges a copy as it takes it. It is also asked at intervals, because one that restarted, or
-found a copy corrupted, has less than it acknowledged. A block of parity is complete when all members' parts
-are in, so each holder of parity is polled, and each answer replaces what was known before: one that gave up
-a block is sent again only the chunks that are not in its block yet.
+found a copy corrupted, has less than it acknowledged; polling would list all copies at every step. A block
+of parity is complete when all members' parts are in, so each holder of parity is polled, and each answer
+replaces what was known before: one that gave up a block is sent again only the chunks that it lacks.
 """
 
 from __future__ import annotations
