@@ -27,7 +27,7 @@ from tests.sidecar.stations import Group, Station, Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar import coding
-from tiercheck_sidecar.artifact_source import BoundedCall, fill_slot
+from tiercheck_sidecar.artifact_source import BoundedCall
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.parity.rebuild import ParitySource
 
@@ -123,7 +123,7 @@ def _serve(pipe: Connection, folder: Path, data: int, parity: int, size: int) ->
 
 
 def _rebuild(worker: Station, group: ParityGroup) -> None:
-    fill_slot(worker.vault, Artifact(0, VERSION), ParitySource(group, 1, worker.connect), BoundedCall())
+    ParitySource(group, 1, worker.connect).fill(worker.vault, Artifact(0, VERSION), BoundedCall())
 
 
 def _rebuilding(group: ParityGroup, size: int, rounds: int) -> list[float]:

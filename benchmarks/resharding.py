@@ -51,7 +51,7 @@ from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
 from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, OpenArtifact
 from tiercheck_sidecar.digest import digest, digest_chunk
-from tiercheck_sidecar.restore.sources import ShardReader
+from tiercheck_sidecar.restore.sources import RestoreSources, ShardReader
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 
 CHANGES = {
@@ -241,7 +241,11 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
         return 0
     place = Path(tempfile.mkdtemp(dir=folder))
     store = Store(folder, offer)
-    lender = ShardReader(cast(Vault, Empty()), place, lambda _, body, rank: body(store, BoundedCall()))  # type: ignore[arg-type]
+    lender = ShardReader(
+        cast(Vault, Empty()),
+        place,
+        cast(RestoreSources, SimpleNamespace(call=lambda body, rank, source: body(store, BoundedCall()))),
+    )
     directive = cast(Directive, SimpleNamespace(restore=None))  # no source but the store
 
     def borrow(rank: int, ranges: Ranges) -> str:

@@ -103,6 +103,16 @@ class OpenArtifact:
     """Parts of it that have proved bad so far, and were replaced by others."""
 
 
+@dataclass(frozen=True)
+class FilledSlot:
+    """An artifact that was brought into an own slot."""
+
+    seal: Seal
+    bad: tuple[Quarantined, ...] = ()
+    workers: tuple[int, ...] = ()
+    """The workers that delivered chunks of it, if they gave copies."""
+
+
 class ArtifactSource(ABC):
     """A place that artifacts are read from.
     Every method raises SourceFailed (SourceGone, SourceCorrupt), OSError."""
@@ -115,23 +125,22 @@ class ArtifactSource(ABC):
     def open(self, artifact: Artifact, call: BoundedCall) -> AbstractContextManager[OpenArtifact]:
         """Opens the artifact, which the place keeps as long as it is open."""
 
+    def fill(self, vault: Vault, artifact: Artifact, call: BoundedCall) -> FilledSlot:
+        """Fills an own slot with all of an artifact and seals it.
+        Raises also NoFreeSlot, NotASlot; after an error no slot is taken."""
+        with self.open(artifact, call) as found:
+            draft = vault.draft(found.seal)
+            try:
+                with open(open_plain(draft.path, write=True), "r+b") as file:
+                    sink = ArtifactSink(draft.view, file.fileno())
+                    found.read(range(len(found.seal.digests.values)), sink)
+                draft.keep()
+            finally:
+                draft.release()
+            return FilledSlot(found.seal, tuple(found.bad))
+
     def close(self) -> None:  # noqa: B027  (most hold nothing while nothing is open)
         """Releases what is held between two artifacts."""
-
-
-def fill_slot(vault: Vault, artifact: Artifact, place: ArtifactSource, call: BoundedCall) -> OpenArtifact:
-    """Fills an own slot with all of an artifact and seals it.
-    Raises SourceFailed, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
-    with place.open(artifact, call) as found:
-        draft = vault.draft(found.seal)
-        try:
-            with open(open_plain(draft.path, write=True), "r+b") as file:
-                sink = ArtifactSink(draft.view, file.fileno())
-                found.read(range(len(found.seal.digests.values)), sink)
-            draft.keep()
-        finally:
-            draft.release()
-        return found
 
 
 class Connection(Protocol):

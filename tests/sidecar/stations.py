@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Po
 from tiercheck.protocol.report import Quarantined, RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
-from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed, fill_slot
+from tiercheck_sidecar.artifact_source import BoundedCall, SourceFailed
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.addresses import OwnAddress
 from tiercheck_sidecar.exchange.channel import TcpChannel
@@ -298,7 +298,7 @@ class Station:
         source = ParitySource(group, self.job.procs, self.connect)
         found: list[Quarantined] = [] if bad is None else bad
         try:
-            filled = fill_slot(self.vault, Artifact(rank, version, kind), source, BoundedCall())
+            filled = source.fill(self.vault, Artifact(rank, version, kind), BoundedCall())
         except SourceFailed as error:
             found += error.bad
             raise

@@ -474,7 +474,7 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            with self.remote.open(artifact, BoundedCall()) as found:  # as `fill_slot`, without a file
+            with self.remote.open(artifact, BoundedCall()) as found:  # as `fill`, without a file
                 draft = self._process.vault.draft(found.seal)
                 try:
                     found.read(range(len(found.seal.digests.values)), ArtifactSink(draft.view, -1))

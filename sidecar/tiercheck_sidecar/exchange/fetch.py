@@ -21,7 +21,13 @@ from functools import partial
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
-from tiercheck_sidecar.artifact_source import FetchFailed, SourceCorrupt, SourceFailed, SourceGone
+from tiercheck_sidecar.artifact_source import (
+    FetchFailed,
+    FilledSlot,
+    SourceCorrupt,
+    SourceFailed,
+    SourceGone,
+)
 from tiercheck_sidecar.digest import chunk_view
 from tiercheck_sidecar.exchange.frames import (
     Altered,
@@ -63,7 +69,6 @@ class Opening:
     """The seal of the fetched artifact, if the holder's copy is as described."""
 
     def chunks(self) -> Chunks:
-        """Returns the receiver for the chunks that it sends."""
         return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
 
 
@@ -301,16 +306,7 @@ _GRACE = 0.3
 """Seconds to wait for the other sources once the first has answered."""
 
 
-@dataclass(frozen=True)
-class Fetched:
-    seal: Seal
-    workers: tuple[int, ...]
-    """The workers that delivered chunks of it."""
-    bad: tuple[Quarantined, ...] = ()
-    """The copies that proved bad on the way."""
-
-
-def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
+def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> FilledSlot:
     """Copies and seals `artifact`. Raises FetchFailed, NoFreeSlot, NotASlot, OSError, keeping no slot."""
     reasons: list[str] = []
     bad: list[Quarantined] = []
@@ -327,7 +323,7 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> Fetched:
             reasons.extend(collection.reasons)
             bad.extend(collection.bad)
             if done:
-                return Fetched(seal, collection.workers, tuple(bad))
+                return FilledSlot(seal, tuple(bad), collection.workers)
     raise FetchFailed(reasons, bad)
 
 

@@ -34,17 +34,16 @@ from tiercheck_sidecar.artifact_source import (
     ArtifactSource,
     BoundedCall,
     BoundedCalls,
+    FilledSlot,
     OpenArtifact,
     SourceCorrupt,
     SourceFailed,
     SourceGone,
     Stalled,
-    fill_slot,
 )
 from tiercheck_sidecar.digest import chunk_view, chunks_of, digest_chunk, length_of
 from tiercheck_sidecar.exchange.fetch import (
     Dial,
-    Fetched,
     Opening,
     failing_as_source,
     fetch,
@@ -91,16 +90,20 @@ class OwnMemory(ArtifactSource):
 
 
 class PeerSource(ArtifactSource):
-    """A copy in another worker's memory, over a lasting connection. It is pinned while it is open."""
+    """Copies in other workers' memory, which all fill a slot together.
 
-    def __init__(self, peer: Peer, connect: Callable[[Peer], Wire]) -> None:
+    `list` and `open` use the first worker's, over a lasting connection. It is pinned while it is open."""
+
+    def __init__(self, peers: Sequence[Peer], connect: Callable[[Peer], Wire]) -> None:
         """`connect` raises WireBroken, PeerRefused."""
-        self._peer, self._connect = peer, connect
+        self._peers, self._connect = peers, connect
         self._wire: Wire | None = None
 
     def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:
-        listed = holdings(Dial(self._peer.worker, lambda: call.own(self._connect(self._peer))), rank)
-        return {each.artifact: each.bytes for each in listed}
+        return {each.artifact: each.bytes for each in holdings(self._dials(call)[0], rank)}
+
+    def fill(self, vault: Vault, artifact: Artifact, call: BoundedCall) -> FilledSlot:
+        return fetch(vault, artifact, self._dials(call))
 
     @contextlib.contextmanager
     def open(self, artifact: Artifact, call: BoundedCall) -> Iterator[OpenArtifact]:
@@ -108,7 +111,8 @@ class PeerSource(ArtifactSource):
         try:
             while True:
                 try:
-                    opening = open_copy(artifact, Dial(self._peer.worker, lambda: self._connection(call)))
+                    dial = Dial(self._peers[0].worker, lambda: self._connection(call))
+                    opening = open_copy(artifact, dial)
                     break
                 except SourceFailed as error:
                     self.close()
@@ -129,9 +133,14 @@ class PeerSource(ArtifactSource):
         if wire is not None:
             wire.close()
 
+    def _dials(self, call: BoundedCall) -> Sequence[Dial]:
+        return [Dial(peer.worker, partial(self._dial, call, peer)) for peer in self._peers]
+
+    def _dial(self, call: BoundedCall, peer: Peer) -> Wire:
+        return call.own(self._connect(peer))
+
     def _connection(self, call: BoundedCall) -> Wire:
-        if self._wire is None:
-            self._wire = call.own(self._connect(self._peer))
+        self._wire = self._wire or self._dial(call, self._peers[0])
         return self._wire
 
 
@@ -152,8 +161,6 @@ _STATE_WORD = 8
 """Bytes that contain the length of the header."""
 
 T = TypeVar("T")
-Call = Callable[[Source, Callable[[ArtifactSource, BoundedCall], Path], int], Path]
-"""The type of `RestoreSources.call`."""
 
 
 @dataclass
@@ -168,8 +175,8 @@ class _PartialSlot:
 class ShardReader:
     """Opens other ranks' artifacts for the session of one rank. Not thread-safe. `close` releases all."""
 
-    def __init__(self, vault: Vault, folder: Path, call: Call) -> None:
-        self._vault, self._call = vault, call
+    def __init__(self, vault: Vault, folder: Path, reach: RestoreSources) -> None:
+        self._vault, self._reach = vault, reach
         self._folder = folder / uuid.uuid4().hex[:8]
         self._root = folder.parent.parent
         self._loans: dict[Artifact, _PartialSlot] = {}
@@ -186,7 +193,7 @@ class ShardReader:
         known = directive.restore.table.of_rank(artifact.rank) if directive.restore else ()
         for source in [*(each for each in known if each.peer or each.parity), Source(Tier.REMOTE)]:
             try:
-                return self._call(source, partial(self._borrow, artifact, wanted), artifact.rank)
+                return self._reach.call(partial(self._borrow, artifact, wanted), artifact.rank, source)
             except SourceFailed as error:
                 if isinstance(error, Stalled):
                     self._forget(artifact)
@@ -306,7 +313,7 @@ class RestoreSources:
         places, failures = [], []
         with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
             answers = [
-                pool.submit(self.call, source, lambda place, call: place.list(rank, version, call), rank)
+                pool.submit(self.call, lambda place, call: place.list(rank, version, call), rank, source)
                 for source in sources
             ]
             for source, answer in zip(sources, answers, strict=True):
@@ -322,64 +329,50 @@ class RestoreSources:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
         """Fetches from `sources`: either peers, all at once, or one of another kind.
         Raises SourceFailed, NoFreeSlot, NotASlot, OSError."""
-        source, rank = sources[0], artifact.rank
         try:
-            if source.peer is None:
-                taken = self.call(source, partial(fill_slot, self._vault, artifact), rank)
-                return FetchResult(source, tuple(taken.bad))
-            peers = [each.peer for each in sources if each.peer is not None]
-            done = self._bounded(
-                ", ".join(map(name_of, sources)), partial(self._gather, artifact, peers), rank
+            filled = self.call(
+                lambda place, call: place.fill(self._vault, artifact, call), artifact.rank, *sources
             )
         except Stalled:
             self._vault.discard(artifact)
             raise
-        givers = set(done.workers) - {each.worker for each in done.bad}
-        first = next((each for each in sources if each.peer and each.peer.worker in givers), source)
-        return FetchResult(first, done.bad)
+        givers = set(filled.workers) - {each.worker for each in filled.bad}
+        first = next((each for each in sources if each.peer and each.peer.worker in givers), sources[0])
+        return FetchResult(first, filled.bad)
 
-    def call(self, source: Source, body: Callable[[ArtifactSource, BoundedCall], T], rank: int) -> T:
-        """Returns what `body` reads for `rank` from `source`, while data arrives.
+    def call(self, body: Callable[[ArtifactSource, BoundedCall], T], rank: int, *sources: Source) -> T:
+        """Returns what `body` reads for `rank` from what `open` returns, while data arrives.
         Raises what it raises, Stalled."""
+        meter, name = self._state.meter, ", ".join(map(name_of, sources))
 
         def reach(call: BoundedCall) -> T:
-            with contextlib.closing(self.open(source)) as place:
+            with contextlib.closing(self.open(*sources)) as place:
                 return body(place, call)
 
-        return self._bounded(name_of(source), reach, rank)
+        with meter.waiting(name):
+            try:
+                return self._calls.make(name, reach, lambda count: meter.arrived(rank, count))
+            except Stalled as error:
+                log.warning("%s: %s", name, error)
+                meter.given_up(name)
+                raise
 
-    def open(self, source: Source, *, report_bad: bool = True) -> ArtifactSource:
-        """Opens `source` for reading; the caller closes it. Raises SourceFailed if it names nothing.
+    def open(self, *sources: Source, report_bad: bool = True) -> ArtifactSource:
+        """Opens peers, or one source of another kind; the caller closes it.
+        Raises SourceFailed if a source names nothing.
         The flag decides whether other workers are informed of parts that prove bad."""
+        source = sources[0]
         if source.parity is not None:
             return ParitySource(source.parity, len(self._vault.ranks), self.connect, report_bad=report_bad)
         if source.peer is not None:
-            return PeerSource(source.peer, self.connect)
+            return PeerSource([each.peer for each in sources if each.peer is not None], self.connect)
         if source.tier is Tier.PEER:
             raise SourceFailed("the source names no worker")
         return self._remote if source.tier is Tier.REMOTE else OwnMemory(self._vault)
 
     def lender(self) -> ShardReader:
         """Returns a lender for a rank that is restored on another mesh. The caller closes it."""
-        return ShardReader(self._vault, self._state.config.vault_dir / FOLDER, self.call)
-
-    def _gather(self, artifact: Artifact, peers: Sequence[Peer], call: BoundedCall) -> Fetched:
-        def dial_to(peer: Peer) -> Dial:
-            return Dial(peer.worker, lambda: call.own(self.connect(peer)))
-
-        return fetch(self._vault, artifact, [*map(dial_to, peers)])
-
-    def _bounded(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
-        """Returns what `body` reads for `rank` from `place`, while data arrives.
-        Raises what it raises, Stalled."""
-        meter = self._state.meter
-        with meter.waiting(place):
-            try:
-                return self._calls.make(place, body, lambda count: meter.arrived(rank, count))
-            except Stalled as error:
-                log.warning("%s: %s", place, error)
-                meter.given_up(place)
-                raise
+        return ShardReader(self._vault, self._state.config.vault_dir / FOLDER, self)
 
     def _patience(self) -> float:
         return self._state.policy.restore_stall
