@@ -262,7 +262,6 @@ class Sidecar:
         return self.coordinator.may_go if self.state.config.worker == 0 else may_go(self.tiers.end())
 
     def _why_not_uploaded(self) -> str:
-        """Returns why the last version was not uploaded, and what to do."""
         if self.state.remote.reachable is False:
             return (
                 f"{self.state.remote.message or 'it does not answer'}. Check spec.tiers.remote and its "

@@ -125,13 +125,11 @@ def library() -> Isal:
 
 
 def is_here() -> bool:
-    """Returns whether ISA-L can be used."""
     return isinstance(_load(), Isal)
 
 
 @functools.cache
 def _load() -> Isal | str:
-    """Returns the library, or why there is none."""
     try:
         files = metadata.files(_PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -49,13 +49,11 @@ def digest(view: memoryview, chunk: int = CHUNK) -> Digests:
 
 
 def chunk_view(view: memoryview, digests: Digests, index: int) -> memoryview:
-    """Returns the bytes of chunk `index`."""
     begin = index * digests.chunk
     return view[begin : min(begin + digests.chunk, digests.size)]
 
 
 def length_of(digests: Digests, index: int) -> int:
-    """Returns the number of bytes of chunk `index`."""
     return min(digests.chunk, digests.size - index * digests.chunk)
 
 

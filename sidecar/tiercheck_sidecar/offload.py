@@ -53,7 +53,6 @@ class JobStore:
 
     @property
     def is_configured(self) -> bool:
-        """Returns whether the job has a remote tier."""
         return self._config.remote is not None
 
     def get(self) -> RemoteStore:
@@ -63,7 +62,6 @@ class JobStore:
             return self._store
 
     def close(self) -> None:
-        """Ends whatever the store does."""
         if self._store is not None:
             self._store.close()
 
@@ -206,7 +204,6 @@ class RemoteListing:
             state.learn(told)
 
     def publish(self, store: RemoteStore, versions: tuple[Version, ...], *, announced: bool = True) -> None:
-        """Publishes the versions that the store holds."""
         self._found(versions, self._ranks_of(store, versions))
         # What another worker had found would be outdated when it becomes worker 0.
         if announced and self._state.config.worker == 0:
@@ -275,7 +272,6 @@ class Uploader:
         inventory: RemoteListing,
         due_manifest: Callable[[], Manifest | None],
     ) -> None:
-        """`due_manifest` returns the coordinator's manifest to write, if there is one."""
         self._state, self._vault, self._stores = state, vault, stores
         self._inventory, self._due_manifest = inventory, due_manifest
         self._lock = threading.Lock()

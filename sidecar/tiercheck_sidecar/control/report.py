@@ -200,7 +200,6 @@ _OF_MEMORY = _all_but(MemoryReport, "used")
 
 
 def _essence(report: Report) -> tuple[Any, ...]:
-    """Returns the facts that give the report a new serial when they change."""
     marks = report.watermarks
     return (
         _OF_REPORT(report),
@@ -268,7 +267,6 @@ _COUNTERS = (
     ("refused_stale", "Messages of older attempts refused.", "refused_stale"),
     ("refused_reports", "Senseless tier reports refused.", "refused_reports"),
 )
-"""Names, descriptions, and fields of the report's counters."""
 
 
 class ReportCollector(Collector):

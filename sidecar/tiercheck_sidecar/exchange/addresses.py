@@ -162,7 +162,6 @@ class PeerAddresses:
         self._failed: dict[PeerRoute, float] = {}
         self._turns: Counter[Peer] = Counter()
         self._used: dict[PeerRoute, weakref.WeakSet[object]] = {}
-        """The open connections of each route."""
 
     def record(self, peer: Peer, addresses: tuple[NamedAddress, ...]) -> bool:
         """Records the addresses that an authenticated peer reported. Returns whether they changed."""
@@ -173,7 +172,6 @@ class PeerAddresses:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Returns all addresses that peers have reported."""
         with self._lock:
             return frozenset(each.host for told in self._reported.values() for each in told)
 

@@ -56,7 +56,6 @@ class TcpChannel:
 
     @property
     def near_end(self) -> tuple[str, int]:
-        """Returns the IP address and port of this end."""
         host, port, *_ = self._socket.getsockname()
         return str(host), int(port)
 

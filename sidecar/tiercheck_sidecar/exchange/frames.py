@@ -99,7 +99,6 @@ class PeerRequest:
 
     @staticmethod
     def about(op: str, artifact: Artifact, **more: Any) -> PeerRequest:
-        """Returns a request about `artifact`."""
         return PeerRequest(op, artifact.rank, artifact.version, kind=artifact.kind, **more)
 
     @property
@@ -135,7 +134,6 @@ class PeerResponse:
     attempt: int = 0
     """The newest attempt that the server knows; 0: not given."""
     signature: str = ""
-    """The operator's signature of that attempt."""
     tags: Tags | None = None
     addresses: tuple[NamedAddress, ...] = ()
     """The server's addresses beside its pod's, sent with "ok" to the handshake."""
@@ -207,7 +205,6 @@ class Wire:
 
     @property
     def channel(self) -> TcpChannel:
-        """Returns the channel that carries the bytes."""
         return self._channel
 
     def move(self, channel: TcpChannel) -> None:

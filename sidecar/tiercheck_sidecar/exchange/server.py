@@ -50,7 +50,6 @@ class Listeners:
         serve: Callable[[socket.socket], None],
         own: Callable[[], Sequence[OwnAddress]] = own_addresses,
     ) -> None:
-        """`serve` is called with each new connection."""
         self._state, self._identity, self._port = state, identity, port
         self._serve, self._own = serve, own
         self._lock = threading.Lock()
@@ -177,7 +176,6 @@ class ExchangeServer:
         self._known = UnauthenticatedClients(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
         self.inbox = Inbox(vault)
         self.extra_handlers: HandlerFactory = lambda wire, claim: {}
-        """The handlers of further messages."""
 
     def start(self) -> None:
         self._listeners.start()

@@ -73,7 +73,6 @@ class SidecarState:
         """True once this process was asked to end; a native sidecar is only after its trainer has ended."""
         self.peers = PeerWatch(self.bump, clock)
         self.controller_at = clock()
-        """The time of the controller's last call."""
         self.instance = uuid.uuid4().hex
         """A random ID of this process, new at every start."""
         self.directive: Directive | None = None
@@ -83,7 +82,6 @@ class SidecarState:
         """True if this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
         self.meter = ProgressMeter()
-        """The progress of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: TierVerdict | None = None
@@ -109,7 +107,6 @@ class SidecarState:
         self._lacking: dict[int, str] = {}
         """The reason why nothing of each own rank can be saved in this attempt; empty: it can."""
         self.proofs: tuple[Proof, ...] = ()
-        """The proofs of rehearsals."""
         self.counters = Counters()
         self.fence = Fence(lambda: self.count(refused_stale=1))
         self._learned = SignedAttempt(0)
@@ -215,7 +212,6 @@ class SidecarState:
         self._on_identity = tell
 
     def hear_controller(self) -> None:
-        """Records that the controller has just called."""
         self.controller_at = self.clock()
 
     def expect_snapshot(self, size: int) -> None:
@@ -394,7 +390,6 @@ class SidecarState:
             self.bump()
 
     def show(self, proofs: tuple[Proof, ...]) -> None:
-        """Publishes the proofs of rehearsals."""
         self.proofs = proofs
 
     # Small facts

@@ -63,7 +63,6 @@ class PeerWatch:
             self._changed()
 
     def broken(self, peer: Peer, how: ConnectionFailure) -> None:
-        """Records that a connection to a peer failed."""
         with self._lock:
             sight = self._sights.get(peer)
             if sight is None:
@@ -145,7 +144,6 @@ class ProgressMeter:
         self._moved = clock()
 
     def begin(self) -> None:
-        """Starts to measure another restore."""
         with self._lock:
             self._wanted, self._done, self._stalled = {}, Counter(), {}
             self._moved = self._clock()
@@ -181,12 +179,10 @@ class ProgressMeter:
 
     @property
     def stalled(self) -> tuple[str, ...]:
-        """Returns the sources that this restore has given up."""
         with self._lock:
             return tuple(self._stalled)[:_NAMED]
 
     def describe(self) -> RestoreProgress:
-        """Returns the progress for the report."""
         with self._lock:
             return RestoreProgress(
                 bytes=sum(min(self._done[rank], wanted) for rank, wanted in self._wanted.items()),

@@ -91,7 +91,6 @@ FRAGMENT = 512 * 1024
 _CHUNKS_PER_STREAM = 2
 
 Parts = Mapping[RebuildPart, tuple[int, Seal]]
-"""The parts to read, each with its weight and its seal."""
 
 
 class PartFailed(Exception):
@@ -138,7 +137,6 @@ class _PartStream:
 
 @contextlib.contextmanager
 def _as_part_failure(part: RebuildPart) -> Iterator[None]:
-    """Turns failures into PartFailed of this part."""
     try:
         yield
     except (WireBroken, SourceFailed) as error:

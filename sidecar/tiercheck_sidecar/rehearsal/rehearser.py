@@ -149,7 +149,6 @@ class ScrubPass:
         self._reach, self._source, self._place, self._rank, self._ground = reach, source, place, rank, ground
         self._done = self._bytes = self._parts = 0
         self._at: Artifact | None = None
-        """The artifact that is being read."""
         self._fresh = True
         """True while nothing of the current version was read."""
         self._buffer = ChunkBuffer()
@@ -187,7 +186,6 @@ class ScrubPass:
             began = time.thread_time()
 
     def _chunks(self, version: Version) -> Iterator[tuple[Artifact, int]]:
-        """Yields the chunks that are still to be read."""
         self._at, left = None, self._done
         found = plan(self._rank, version, self._ground.history, {}, self._offers(version))
         if isinstance(found, OutOfReach):
@@ -279,7 +277,6 @@ class Rehearser:
             self.look()
 
     def look(self) -> None:
-        """Rehearses the tiers that are due."""
         for tier in Tier:
             directive = self._state.directive
             if directive is None or directive.policy.rehearse_every is None:

@@ -40,7 +40,6 @@ class StoreOwner:
 
     @property
     def described(self) -> str:
-        """Returns a description of the owner for messages."""
         return f"job UID {self.job_uid} of cluster {self.cluster or 'unknown'} since {_day(self.since)}"
 
 

@@ -72,11 +72,9 @@ class RemoteStore:
         """The store's own message on what could not be deleted at the last try: a sentence; else empty."""
         self._in_archive = ""
         self.ownership = Ownership(objects, claimant)
-        """The owner of the job's folder."""
 
     @property
     def location(self) -> str:
-        """Returns the name of the store for messages."""
         return self._objects.location
 
     def check(self) -> None:

@@ -186,7 +186,6 @@ class ParitySender(HolderLanes):
         return watches | super()._threads(era)
 
     def _watch(self, holder: Peer, era: Era) -> None:
-        """Polls the holder for what it has."""
         waits: Backoff[None] = Backoff()
         while not self._is_over(era):
             try:

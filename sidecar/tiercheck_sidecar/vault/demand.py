@@ -27,12 +27,10 @@ class Demand:
         self.limit = limit
         self.own: dict[int, Room] = {}
         self._hosted: dict[int | Share, Room] = {}
-        """The room for each hosted rank or parity block."""
         self._cadence = 0
         self._guess: Room | None = None
         self._plan: Sizing | None = None
         self.changes = 0
-        """The number of times that the demand was set anew."""
 
     def reserve(self, rank: int, snapshot: int, delta: int | None) -> None:
         """Sets the exact sizes for an own rank; a delta of None is left unchanged."""
@@ -127,7 +125,6 @@ class Demand:
 
     @property
     def ranks(self) -> tuple[int, int, int]:
-        """Returns the numbers of own ranks, hosted ranks and parity blocks."""
         lanes = sum(isinstance(each, Share) for each in self._hosted)
         return len(self.own), len(self._hosted) - lanes, lanes
 

@@ -242,7 +242,6 @@ class Slot:
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """Returns device and inode."""
     return status.st_dev, status.st_ino
 
 
@@ -290,7 +289,6 @@ def tear(slot: Slot) -> None:
 
 
 def blank(view: memoryview) -> None:
-    """Fills `view` with zeros."""
     for offset in range(0, len(view), len(_ZEROS)):
         end = min(offset + len(_ZEROS), len(view))
         view[offset:end] = _ZEROS[: end - offset]

@@ -46,7 +46,6 @@ class MemoryStock:
     """Cached results by name, each with the history that it was computed for."""
 
     def plus(self, kind: Kind, version: Version) -> MemoryStock:
-        """Returns the stock with this version."""
         if version in self.of(kind):
             return self
         if kind is Kind.SNAPSHOT:
@@ -54,7 +53,6 @@ class MemoryStock:
         return MemoryStock(self.snapshots, self.deltas | {version})
 
     def minus(self, kind: Kind, version: Version) -> MemoryStock:
-        """Returns the stock without this version."""
         if kind is Kind.SNAPSHOT:
             return MemoryStock(self.snapshots - {version}, self.deltas)
         return MemoryStock(self.snapshots, self.deltas - {version})
@@ -108,7 +106,6 @@ class HeldStock:
         self._cached_views: tuple[tuple[Seal, ...], Mapping[StockPlace, MemoryStock]] | None = None
 
     def add(self, seal: Seal) -> None:
-        """Adds the seal of an artifact or block that is held."""
         insort(self._seals, seal, key=_age)
         place = where(seal)
         self._places[place] = self._places.get(place, NOTHING).plus(seal.kind, seal.version)
@@ -129,11 +126,9 @@ class HeldStock:
         self._cached_views = None
 
     def seals(self) -> tuple[Seal, ...]:
-        """Returns all seals, oldest first."""
         return self._views()[0]
 
     def places(self) -> Mapping[StockPlace, MemoryStock]:
-        """Returns the stock of each place that has any."""
         return self._views()[1]
 
     def _views(self) -> tuple[tuple[Seal, ...], Mapping[StockPlace, MemoryStock]]:

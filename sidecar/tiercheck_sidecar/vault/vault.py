@@ -129,7 +129,6 @@ class Vault:
             return self._stock.places()
 
     def own_stock(self, rank: int) -> MemoryStock:
-        """Returns the versions in own slots of a rank."""
         return self.stocks().get(StockPlace(Tier.LOCAL, rank), NOTHING)
 
     def own_artifacts(self, rank: int) -> dict[Artifact, int]:
@@ -513,7 +512,6 @@ class Vault:
         return gone
 
     def _forget(self, slot: Slot) -> None:
-        """Removes a slot from the tables."""
         if self._slots.pop(slot.path, None) is not None:
             del self._pools[slot.pool][slot.path]
             self._used -= sizing.cost(slot.size, slot.pool.parts)

@@ -94,7 +94,6 @@ class Coordinator:
         self._vocabulary = ReportInterner()
         self._tally = RankTable()
         self._words: dict[int, WorkerState] = {}
-        """The report of each worker that is in the tally."""
         self._heard: dict[int, float] = {}
         """The time of each worker's last valid report, even if it is of another placement."""
         self._final: set[int] = set()
@@ -161,7 +160,6 @@ class Coordinator:
             caller.since = self._connections
 
     def hang_up(self, caller: Caller) -> None:
-        """Removes a closed connection."""
         with self._lock:
             self._callers.pop(caller, None)
             self._new.pop(caller, None)
@@ -321,7 +319,6 @@ class Coordinator:
         self._state.problem(BAD_REPORT, told)
 
     def stored(self, versions: tuple[Version, ...]) -> None:
-        """Records the versions that the remote tier holds."""
         with self._lock:
             self._stored = versions
             self._is_dirty = True

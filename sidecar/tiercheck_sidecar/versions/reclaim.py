@@ -214,7 +214,6 @@ class Reclaimer:
         return known[1]
 
     def step(self) -> None:
-        """Frees what may be freed."""
         state = self._state
         with state.lock:
             directive, verdict, ready = (
@@ -306,7 +305,6 @@ def _place(
 
 
 def hosted_ranks(directive: Directive) -> set[int]:
-    """Returns the ranks of other workers that have copies here."""
     procs = directive.procs_per_worker
     return {
         rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
@@ -314,7 +312,6 @@ def hosted_ranks(directive: Directive) -> set[int]:
 
 
 def hosted_lanes(directive: Directive) -> set[Share]:
-    """Returns the parity blocks that are kept here."""
     return {
         share
         for group in directive.folded

@@ -61,7 +61,6 @@ class Interned(Generic[T]):
         self._shapes: dict[tuple[bool, tuple[Version, ...]], RankState] = {}
 
     def shape(self: Interned[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankState:
-        """Returns the shape of ranks with these holdings."""
         found = self._shapes.get((guarded, uploaded))
         if found is None:
             found = self._shapes[guarded, uploaded] = RankState(self, guarded, uploaded)
@@ -161,18 +160,15 @@ class RankTable:
 
     @property
     def ranks(self) -> Mapping[int, RankState]:
-        """Returns the shape of each known rank."""
         return self._ranks
 
     @property
     def shapes(self) -> list[RankState]:
-        """Returns the different shapes of all ranks."""
         self._shapes = {shape: count for shape, count in self._shapes.items() if count}
         return list(self._shapes)
 
     @property
     def copies(self) -> Iterable[HeldCopies]:
-        """Returns the different copies that workers keep."""
         return (shared.value for shared in self._kept)
 
     def has_all(self, world_size: int) -> bool:
@@ -274,7 +270,6 @@ def validate_holdings(held: RankHoldings | HeldCopies) -> str:
 
 
 def many_versions(held: RankHoldings | HeldCopies) -> int:
-    """Returns the number of versions in all spans."""
     return sum(span.last - span.first + 1 for span in _spans(held))
 
 

@@ -141,7 +141,6 @@ class Clients:
         raise refusals[1]  # without a checksum: the others may have been refused for theirs
 
     def close(self) -> None:
-        """Releases connections."""
         self.transfers.close()
         self.ranges.close()
         self.boto.close()

@@ -52,7 +52,6 @@ class RangeReader:
         self._bodies: set[_Body] = set()
 
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived) -> int:
-        """Implements `Objects.read_into`."""
         body: _Body | None = None
         came = since = failed = silent = 0
         arrived(came)

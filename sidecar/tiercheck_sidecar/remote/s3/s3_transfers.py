@@ -54,7 +54,6 @@ class Transfers:
         *,
         storage_class: str | None = None,
     ) -> None:
-        """Takes botocore's `credentials`."""
         self._attributes: Attributes = {"Storage-Class": storage_class} if storage_class else {}
         self._config, self._client, self._credentials = config, client, _CredentialProvider(credentials)
         self._location, self._closed = location, closed
@@ -139,7 +138,6 @@ class Transfers:
             await asyncio.wait((task,))
 
     async def _answers(self, key: str) -> bool:
-        """Returns whether the store answers at all."""
         try:
             await obstore.head_async(self._asking, key)
         except (BaseError, OSError) as error:
