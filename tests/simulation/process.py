@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import ConnectionFailure, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar import offload
-from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, FetchFailed, SourceFailed
+from tiercheck_sidecar.artifact_source import ArtifactSink, BoundedCall, FetchFailed, FilledSlot, SourceFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import digest
@@ -43,7 +43,7 @@ from tiercheck_sidecar.replicate.lane import PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.restore_plan import FetchResult, SourceOffer
+from tiercheck_sidecar.restore.restore_plan import SourceOffer
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
@@ -471,7 +471,7 @@ class Reach:
         )
         return {each.artifact: each.bytes for each in listed}
 
-    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FilledSlot:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
             with self.remote.open(artifact, BoundedCall()) as found:  # as `fill`, without a file
@@ -481,19 +481,20 @@ class Reach:
                     draft.keep()
                 finally:
                     draft.release()
-            return FetchResult(sources[0])
+            return FilledSlot(found.seal)
         reasons: list[str] = []
         bad: list[Quarantined] = []
         for source in sources:
             assert source.peer is not None
             try:
-                if self._copy(artifact, source.peer, bad):
-                    return FetchResult(source, tuple(bad))
+                seal = self._copy(artifact, source.peer, bad)
+                if seal is not None:
+                    return FilledSlot(seal, tuple(bad), (source.peer.worker,))
             except (WireBroken, NotHeld) as error:
                 reasons.append(str(error))
         raise FetchFailed([*reasons, *(each.reason for each in bad)], tuple(bad))
 
-    def _copy(self, artifact: Artifact, peer: Peer, bad: list[Quarantined]) -> bool:
+    def _copy(self, artifact: Artifact, peer: Peer, bad: list[Quarantined]) -> Seal | None:
         holder, process = self._process.dial(peer), self._process
         with holder.vault.pin(artifact) as slot:
             assert slot.seal is not None
@@ -506,13 +507,12 @@ class Reach:
             )
             why = f"chunk 0 of worker {peer.worker}'s {artifact} does not match its digest"
             bad.append(Quarantined(artifact.rank, artifact.version, peer.worker, why, artifact.kind))
-            return False
-        draft = process.vault.draft(
-            Seal(artifact.rank, artifact.version, world_size, Tier.LOCAL, digests, artifact.kind)
-        )
+            return None
+        seal = Seal(artifact.rank, artifact.version, world_size, Tier.LOCAL, digests, artifact.kind)
+        draft = process.vault.draft(seal)
         draft.view[: len(body)] = body
         draft.keep()
-        return True
+        return seal
 
     def lender(self) -> Any:
         return SimpleNamespace(close=lambda: None)

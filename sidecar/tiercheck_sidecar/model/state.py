@@ -182,6 +182,12 @@ class SidecarState:
         Then nothing is written that others could read."""
         return self.newest_attempt.attempt > self.attempt
 
+    def released(self) -> tuple[Directive | None, TierVerdict | None]:
+        """Returns the directive, once what it restores is here (else None), and the verdict."""
+        with self.lock:
+            is_ready = self.restore.state is RestoreState.READY
+            return self.directive if is_ready else None, self.verdict
+
     def learn(self, told: SignedAttempt) -> None:
         """Records a newer attempt that a peer or the remote tier reports, if the operator has signed it."""
         if told.attempt <= self.newest_attempt.attempt:

@@ -255,12 +255,7 @@ class RemoteStore:
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
             ranges = [
                 pool.submit(
-                    self._fetch_range,
-                    artifact.key,
-                    digests,
-                    begin,
-                    into[begin : min(end, digests.size)],
-                    on_bytes,
+                    self.fetch_stretch, artifact, begin, into[begin : min(end, digests.size)], on_bytes
                 )
                 for begin, end in _stretches(wanted, digests.chunk)
             ]
@@ -270,14 +265,31 @@ class RemoteStore:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def fetch_stretch(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
+    def fetch_stretch(
+        self,
+        artifact: RankArtifact,
+        begin: int,
+        into: memoryview,
+        on_bytes: Callable[[int], None] = ignore,
+    ) -> None:
         """Reads and verifies whole chunks from byte `begin` on, the start of one.
 
         For callers that cannot hold all of an artifact. `artifact` must have its digests. Raises
         RemoteCorrupt; nothing unverified is then left in `into`.
         """
-        assert artifact.digests is not None
-        self._fetch_range(artifact.key, artifact.digests, begin, into)
+        if self._closed.is_set():
+            raise RemoteClosed
+        digests, place = artifact.digests, f"{self.location}/{artifact.key}"
+        assert digests is not None
+        arriving = StreamVerifier(into, begin, digests, place, on_bytes)
+        try:
+            got = self._objects.read_into(artifact.key, begin, into, arriving)
+            if got < len(into):
+                raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
+            arriving(got)
+        except BaseException:
+            into[:] = bytes(len(into))  # a trainer can read this memory, and may have chosen what is in it
+            raise
 
     def retain(
         self,
@@ -329,27 +341,6 @@ class RemoteStore:
         """Interrupts paced uploads and releases connections."""
         self._closed.set()
         self._objects.close()
-
-    def _fetch_range(
-        self,
-        key: str,
-        digests: Digests,
-        begin: int,
-        into: memoryview,
-        on_bytes: Callable[[int], None] = ignore,
-    ) -> None:
-        if self._closed.is_set():
-            raise RemoteClosed
-        place = f"{self.location}/{key}"
-        arriving = StreamVerifier(into, begin, digests, place, on_bytes)
-        try:
-            got = self._objects.read_into(key, begin, into, arriving)
-            if got < len(into):
-                raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
-            arriving(got)
-        except BaseException:
-            into[:] = bytes(len(into))  # a trainer can read this memory, and may have chosen what is in it
-            raise
 
     def _detailed(self, artifact: RankArtifact) -> RankArtifact:
         """Returns the artifact with its digests, which it reads from the object beside it."""

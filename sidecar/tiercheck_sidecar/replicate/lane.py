@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
-from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, Wire, WireBroken
@@ -341,10 +340,8 @@ class HolderLanes(ABC):
 
     def lacking(self, lane: Lane) -> list[Seal]:
         """Returns what the lane's holder should get, in the order of sending."""
-        with self.state.lock:
-            verdict, directive = self.state.verdict, self.state.directive
-            ready = self.state.restore.state is RestoreState.READY
-        if verdict is None or not ready or directive is None or directive.attempt != lane.era.attempt:
+        directive, verdict = self.state.released()
+        if verdict is None or directive is None or directive.attempt != lane.era.attempt:
             return []
         with self._lock:
             has = self._has.get(lane.holder, {})

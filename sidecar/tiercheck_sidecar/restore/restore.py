@@ -24,17 +24,9 @@ from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.artifact_source import FetchFailed, SourceFailed
+from tiercheck_sidecar.artifact_source import FetchFailed, FilledSlot, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.restore_plan import (
-    FetchResult,
-    Need,
-    OutOfReach,
-    RestorePlan,
-    SourceOffer,
-    name_of,
-    plan,
-)
+from tiercheck_sidecar.restore.restore_plan import Need, OutOfReach, RestorePlan, SourceOffer, name_of, plan
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
 
@@ -65,7 +57,8 @@ class RankRestorer:
         self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
         self._places: list[SourceOffer] | None = None
         self._sound: set[Artifact] = set()
-        self._brought: dict[Artifact, FetchResult] = {}
+        self._brought: dict[Artifact, Source] = {}
+        """The source of each artifact; of several peers, the one named first that supplied a part."""
         self._failures: list[str] = []
         self._making_room = threading.Lock()
 
@@ -77,12 +70,10 @@ class RankRestorer:
         if done is None:
             return RankRestore(self._rank, None, None, 0, seconds, failures)
         chain = done.artifacts(self._rank)
-        used = [
-            self._brought[artifact] for artifact in chain if artifact in self._brought
-        ]  # the snapshot first
-        tier = max((each.source.tier for each in used), key=_FARNESS.index, default=Tier.LOCAL)
-        rebuilt = chain[0] in self._brought and self._brought[chain[0]].source.parity is not None
-        worker = next((each.source.peer.worker for each in used if each.source.peer), None)
+        used = [self._brought[each] for each in chain if each in self._brought]  # the snapshot first
+        tier = max((each.tier for each in used), key=_FARNESS.index, default=Tier.LOCAL)
+        rebuilt = chain[0] in self._brought and used[0].parity is not None
+        worker = next((each.peer.worker for each in used if each.peer), None)
         return RankRestore(
             rank=self._rank,
             tier=tier,
@@ -166,7 +157,7 @@ class RankRestorer:
     def _fetch(self, need: Need, chosen: RestorePlan) -> None:
         for group in _at_once(need.places):
             try:
-                brought = self._bring(need.artifact, group, chosen)
+                filled = self._bring(need.artifact, group, chosen)
             except SourceFailed as error:
                 named = f"{', '.join(map(name_of, group))}: {error}"
                 self._failures += error.reasons if isinstance(error, FetchFailed) else [named]
@@ -178,15 +169,17 @@ class RankRestorer:
                 log.exception("the %s cannot be brought", need.artifact)
                 self._failures.append(f"{', '.join(map(name_of, group))}: {describe(error)}")
             else:
-                self._brought[need.artifact] = brought
+                givers = set(filled.workers) - {bad.worker for bad in filled.bad}
+                named_first = (each for each in group if each.peer and each.peer.worker in givers)
+                self._brought[need.artifact] = next(named_first, group[0])
                 self._sound.add(need.artifact)
-                for bad in brought.bad:
+                for bad in filled.bad:
                     self._failures.append(bad.reason)
                     self._distrust(bad)
                 return
             self._forget(need.artifact, group)
 
-    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> FetchResult:
+    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> FilledSlot:
         while True:
             try:
                 return self._reach.bring(artifact, group)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Source, Tier
-from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Chain, History, Kind, Version
 
 
@@ -22,16 +21,6 @@ class SourceOffer:
     source: Source
     offers: Mapping[Artifact, int]
     """Bytes of each artifact."""
-
-
-@dataclass(frozen=True)
-class FetchResult:
-    """An artifact that was fetched."""
-
-    source: Source
-    """The source that supplied it; of several peers, the one named first that supplied a part."""
-    bad: tuple[Quarantined, ...] = ()
-    """Copies that proved bad during the fetch."""
 
 
 @dataclass(frozen=True)

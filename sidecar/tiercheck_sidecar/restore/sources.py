@@ -55,7 +55,7 @@ from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.streams import ask_ahead, receive_header
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.rebuild import ParitySource
-from tiercheck_sidecar.restore.restore_plan import FetchResult, SourceOffer, name_of
+from tiercheck_sidecar.restore.restore_plan import SourceOffer, name_of
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
 from tiercheck_sidecar.vault.seal import header_fault
 from tiercheck_sidecar.vault.stock import sealed
@@ -326,19 +326,16 @@ class RestoreSources:
                     failures.append(f"{name_of(source)}: {describe(error)}")
         return places, failures
 
-    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FetchResult:
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> FilledSlot:
         """Fetches from `sources`: either peers, all at once, or one of another kind.
         Raises SourceFailed, NoFreeSlot, NotASlot, OSError."""
         try:
-            filled = self.call(
+            return self.call(
                 lambda place, call: place.fill(self._vault, artifact, call), artifact.rank, *sources
             )
         except Stalled:
             self._vault.discard(artifact)
             raise
-        givers = set(filled.workers) - {each.worker for each in filled.bad}
-        first = next((each for each in sources if each.peer and each.peer.worker in givers), sources[0])
-        return FetchResult(first, filled.bad)
 
     def call(self, body: Callable[[ArtifactSource, BoundedCall], T], rank: int, *sources: Source) -> T:
         """Returns what `body` reads for `rank` from what `open` returns, while data arrives.

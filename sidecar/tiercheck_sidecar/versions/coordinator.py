@@ -197,7 +197,9 @@ class Coordinator:
                 if newest is not caller:
                     newest.cut()
                 upload = self._verdict.upload if self._verdict else None
-                answer = TierAnswer(number, upload=upload, received=self._received(word))
+                there = self._on_record.get(upload, set()) if upload is not None else set()
+                received = tuple(rank for rank in word.own if rank in there)
+                answer = TierAnswer(number, upload=upload, received=received)
         except (UpdateRejected, Malformed) as error:
             return TierAnswer(number, f"it is not understood: {error}", whole=base is not None)
         except NotNow as error:
@@ -211,21 +213,12 @@ class Coordinator:
         """Returns what to send to a caller: the verdict if it is new to it, and the answer."""
         verdict = self._verdict
         told, caller.told = caller.told, verdict
-        news = [] if verdict is None or told is verdict else [self._word_for_all(verdict)]
-        return news if answer is None else [*news, answer]
-
-    def _word_for_all(self, verdict: TierVerdict) -> TierAnswer:
-        """Returns one object per verdict, so that it is encoded once."""
-        if self._for_all.verdict is not verdict:
-            self._for_all = TierAnswer(verdict=verdict)
-        return self._for_all
-
-    def _received(self, word: WorkerState | None) -> tuple[int, ...]:
-        upload = self._verdict.upload if self._verdict else None
-        if upload is None or word is None:
-            return ()
-        there = self._on_record.get(upload, ())
-        return tuple(rank for rank in word.own if rank in there)
+        found = [] if answer is None else [answer]
+        if verdict is not None and told is not verdict:
+            if self._for_all.verdict is not verdict:  # one object for all, so that it is encoded once
+                self._for_all = TierAnswer(verdict=verdict)
+            found.insert(0, self._for_all)
+        return found
 
     def _hear(self, word: WorkerState) -> None:
         """Checks and accepts a report, under the lock. Raises NotNow."""
@@ -244,20 +237,16 @@ class Coordinator:
             self._refuse(head.worker, wrong)
             raise NotNow(f"the report is refused: {wrong}")
         self._refused.pop(head.worker, None)
-        self._take(word, directive)
-        if not self._has_post:
-            self._dirty.notify_all()
-
-    def _take(self, word: WorkerState, directive: Directive) -> None:
-        """Records a valid report. Raises NotNow if it is of another placement."""
         # A worker with refused reports is not waited for at the end.
-        self._heard[word.head.worker] = self._clock()
-        if word.head.placement and word.head.placement != directive.placement:
+        self._heard[head.worker] = self._clock()
+        if head.placement and head.placement != directive.placement:
             raise NotNow("holders change, and not every sidecar follows yet")
         self._merge(word)
         self._is_dirty = True
         if self._verdict is None or len(self._tally.ranks) <= directive.procs_per_worker:
             self._recompute(directive)
+        if not self._has_post:
+            self._dirty.notify_all()
 
     def _merge(self, word: WorkerState) -> None:
         worker = word.head.worker

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts.sizing import HOSTED_SLOTS, OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.directive import Directive, Phase, Tier
-from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
@@ -214,14 +213,8 @@ class Reclaimer:
         return known[1]
 
     def step(self) -> None:
-        state = self._state
-        with state.lock:
-            directive, verdict, ready = (
-                state.directive,
-                state.verdict,
-                state.restore.state is RestoreState.READY,
-            )
-        if directive is None or not ready or directive.phase is Phase.HOLD:
+        directive, verdict = self._state.released()
+        if directive is None or directive.phase is Phase.HOLD:
             # while other ranks may be restoring, even what the new history does not accept does no harm
             return
         plan = self._vault.size_plan()

@@ -215,10 +215,8 @@ def can_upload(shape: RankState, version: Version) -> bool:
 
 
 def _shared(groups: Iterable[Iterable[Version]]) -> set[Version]:
-    result: set[Version] | None = None
-    for each in groups:
-        result = set(each) if result is None else result & set(each)
-    return result or set()
+    sets = [set(each) for each in groups]
+    return set.intersection(*sets) if sets else set()
 
 
 def _newest(candidates: Iterable[Version], history: History) -> Version | None:
