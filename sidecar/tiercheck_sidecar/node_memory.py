@@ -65,9 +65,8 @@ class FolderClaim:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             folder.chmod(0o777)  # so that a janitor without capabilities can remove it
-        if not is_plain(
-            folder / OWNER
-        ):  # a trainer may have put anything there, and this process must start all the same
+        # A trainer may have put anything there, and this process must start all the same.
+        if not is_plain(folder / OWNER):
             _remove(folder / OWNER)
         self._file = os.open(
             folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644

@@ -153,8 +153,7 @@ class CoordinatorServer:
 
         def write() -> None:
             for caller, answers in sent:
-                if isinstance(caller, LineCaller):
-                    caller.line.write(b"".join([texts[id(answer)] for answer in answers]))
+                caller.write(b"".join([texts[id(answer)] for answer in answers]))
             done.set()
 
         try:
@@ -169,12 +168,6 @@ def silence(workers: int) -> float:
     return max(_LEAST_SILENCE, _SILENCES * heartbeat(workers))
 
 
-class LineCaller(Caller):
-    """A caller with a connection of `CoordinatorServer`."""
-
-    line: _Line
-
-
 class _Line(asyncio.Protocol):
     """The protocol of a connection after the request that it began with."""
 
@@ -186,8 +179,7 @@ class _Line(asyncio.Protocol):
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()
-        self._caller = LineCaller(cut=self.cut)
-        self._caller.line = self
+        self._caller = Caller(cut=self.cut, write=self.write)
         coordinator.connect(self._caller)
 
     def data_received(self, data: bytes) -> None:

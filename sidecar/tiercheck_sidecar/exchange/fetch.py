@@ -315,9 +315,8 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> FilledSl
         for opening in _open_all(artifact, sources, reasons, bad):
             stack.callback(opening.wire.close)
             groups.setdefault(opening.seal, []).append(opening)
-        for seal in sorted(
-            groups, key=lambda each: -len(groups[each])
-        ):  # most holders first; they should all agree
+        # Most holders first; they should all agree.
+        for seal in sorted(groups, key=lambda each: -len(groups[each])):
             collection = MultiSourceFetch(vault, seal, groups[seal])
             done = collection.run()
             reasons.extend(collection.reasons)

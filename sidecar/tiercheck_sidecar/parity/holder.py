@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tiercheck.protocol.artifacts.sizing import roomy
-from tiercheck.protocol.directive import Directive, ParityGroup, Tier
+from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.version import Artifact, Digests, History, Kind, Share, Version
 from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk, length_of
@@ -28,6 +28,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
+from tiercheck_sidecar.versions.reclaim import hosted_lanes
 
 _STRIPES = 64
 
@@ -205,7 +206,7 @@ class ParityHolder:
         if digests.chunk != CHUNK:
             return PeerResponse("refused", "the offer is malformed")
         artifact = ask.artifact
-        share = self._share(directive, claim.worker, artifact.rank)
+        share = _share(directive, artifact.rank)
         if share is None:
             return PeerResponse("refused", f"this worker keeps no parity for worker {claim.worker}")
         first = Artifact(share.ranks[0], artifact.version, artifact.kind)
@@ -235,7 +236,7 @@ class ParityHolder:
         directive = self._state.directive
         if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
             return None
-        share = self._share(directive, claim.worker, artifact.rank)
+        share = _share(directive, artifact.rank)
         with self._lock:
             return self._blocks.get((share, artifact.version, artifact.kind)) if share else None
 
@@ -277,7 +278,7 @@ class ParityHolder:
             directive, verdict = self._state.directive, self._state.verdict
         if directive is None:
             return
-        lanes = {share for group in directive.folded for share in self._shares(directive, group)}
+        lanes = hosted_lanes(directive)
         with self._lock:
             self._largest = {lane: size for lane, size in self._largest.items() if lane[0] in lanes}
             doomed = [
@@ -332,17 +333,10 @@ class ParityHolder:
             block.release()
             self._state.bump()
 
-    def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
-        """Returns the share of the block that artifacts of a member's rank are folded into here."""
-        for group in directive.folded:
-            if worker in {member.worker for member in group.members}:
-                shares = self._shares(directive, group)
-                return next((share for share in shares if rank in share.ranks), None)
-        return None
 
-    def _shares(self, directive: Directive, group: ParityGroup) -> list[Share]:
-        index = [holder.worker for holder in group.holders].index(directive.worker)
-        return group.shares(index, directive.procs_per_worker)
+def _share(directive: Directive, rank: int) -> Share | None:
+    """Returns the share of the block that artifacts of a member's rank are folded into here."""
+    return next((share for share in hosted_lanes(directive) if rank in share.ranks), None)
 
 
 _STATUS_EVERY = 5.0

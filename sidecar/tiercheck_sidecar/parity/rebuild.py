@@ -348,12 +348,8 @@ class ParitySource(ArtifactSource):
         self, group: ParityGroup, procs_per_worker: int, connect: DialPeer, *, report_bad: bool = True
     ) -> None:
         """Bad parts are reported to their workers, which free them, unless the caller disables that."""
-        self._group, self._procs, self._connect, self._report_bad = (
-            group,
-            procs_per_worker,
-            connect,
-            report_bad,
-        )
+        self._group, self._procs, self._connect = group, procs_per_worker, connect
+        self._report_bad = report_bad
         self._last: Rebuild | None = None
 
     def list(self, rank: int, version: Version, call: BoundedCall) -> dict[Artifact, int]:

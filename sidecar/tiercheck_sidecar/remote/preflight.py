@@ -134,11 +134,8 @@ def _parts(trial: _CheckContext) -> str:
 def _ranges(trial: _CheckContext) -> str:
     (key,) = trial.need("large")
     content = _content()
-    for begin, length in (
-        (0, CHUNK),
-        (SIZE - CHUNK - 5, 10),
-        (SIZE - 3, 8),
-    ):  # the second spans both parts, the third goes beyond the end
+    # The second spans both parts, the third goes beyond the end.
+    for begin, length in ((0, CHUNK), (SIZE - CHUNK - 5, 10), (SIZE - 3, 8)):
         into = bytearray(length)
         got = trial.objects.read_into(key, begin, memoryview(into))
         wanted = content[begin : begin + length]

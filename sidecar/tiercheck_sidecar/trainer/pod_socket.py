@@ -205,9 +205,8 @@ class TrainerSocket:
         if self._state.fenced:  # whatever it would compute from here on belongs to no history
             attempt, phase = self._state.newest_attempt.attempt, Phase.HOLD
         if phase is Phase.RELEASE and trainer.lost_container:
-            phase = (
-                Phase.HOLD
-            )  # this attempt is over here; starting it again would give its versions two histories
+            # This attempt is over here; starting it again would give its versions two histories.
+            phase = Phase.HOLD
         ranks = self._vault.ranks if directive.policy.interrupt_seconds else ()
         return Order(
             attempt=attempt,

@@ -68,6 +68,8 @@ class Caller:
     """A sidecar's connection, which ends with either side's process."""
 
     send: Callable[[TierAnswer], None] = lambda answer: None
+    write: Callable[[bytes], None] = lambda data: None
+    """Sends encoded answers, in the thread of the connection's event loop."""
     cut: Callable[[], None] = lambda: None
     """Ends the connection, from any thread."""
     is_asking: bool = False

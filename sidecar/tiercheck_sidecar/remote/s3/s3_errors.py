@@ -128,9 +128,8 @@ def from_boto(error: Exception, location: str) -> RemoteError:
         return credentials_missing(location, str(error))
     if isinstance(error, boto.SSLError):
         return _tls(location, str(error))
-    if isinstance(
-        error, (boto.ConnectionError, boto.HTTPClientError)
-    ):  # cannot connect, timed out, closed, proxy
+    # It cannot connect, timed out, was closed, or met a proxy.
+    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
         return _unreachable(location, str(error))
     return _other(location, f"{type(error).__name__}: {error}")
 
