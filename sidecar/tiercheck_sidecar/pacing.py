@@ -42,27 +42,22 @@ class TokenBucket:
         self._paid_at = clock()
         self.set_rate(rate)
 
-    @property
-    def rate(self) -> int | None:
-        """Returns the bytes per second; None: no limit."""
-        return self._rate
-
     def set_rate(self, rate: int | None) -> None:
         """Changes the limit for what is granted from then on. Raises ValueError if `rate` is not positive."""
         if rate is not None and rate <= 0:
             raise ValueError(f"a bandwidth is a positive number of bytes per second, not {rate}")
         with self._lock:
-            self._rate = rate
+            self.rate = rate
 
     def take(self, size: int) -> None:
         """Returns when `size` bytes may be sent."""
         with self._lock:
             now = self._clock()
             start = max(self._paid_at, now - BURST_SECONDS)
-            if self._rate is None:
+            if self.rate is None:
                 self._paid_at = now
                 return
-            self._paid_at = start + size / self._rate
+            self._paid_at = start + size / self.rate
         # Waiting outside the lock: the place in the queue is already fixed by `start`.
         if start > now:
             self._wait(start - now)

@@ -68,9 +68,6 @@ class Opening:
     seal: Seal
     """The seal of the fetched artifact, if the holder's copy is as described."""
 
-    def chunks(self) -> Chunks:
-        return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
-
 
 @contextlib.contextmanager
 def failing_as_source() -> Iterator[None]:
@@ -84,7 +81,7 @@ def failing_as_source() -> Iterator[None]:
 def open_copy(artifact: Artifact, dial: Dial, *, bare: bool = False, share: Share | None = None) -> Opening:
     """Returns a connection to request chunks of an artifact, or of the parity block `share`, by index.
 
-    `bare`: chunks may be sent bare; they are then received with `Opening.chunks`. Raises SourceFailed
+    `bare`: chunks may be sent bare; they are then received with `Chunks`. Raises SourceFailed
     (SourceGone, SourceCorrupt if the description of the copy cannot be true)."""
     with failing_as_source():
         wire = dial.connect()
@@ -127,28 +124,28 @@ def have_reread(artifact: Artifact, dial: Dial, share: Share | None = None) -> P
 
 
 class MultiSourceFetch:
-    """Collects the chunks of an artifact from several holders. Raises NoFreeSlot, OSError.
+    """Collects the chunks of an artifact from several holders. Raises NoFreeSlot, OSError."""
 
-    After `run`, `reasons` and `bad` describe what went wrong; `workers` delivered chunks."""
-
-    def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
-        self.seal = seal
-        self.reasons: list[str] = []
-        self.bad: list[Quarantined] = []
-        self._openings = openings
+    def __init__(
+        self,
+        vault: Vault,
+        seal: Seal,
+        openings: Sequence[Opening],
+        reasons: list[str],
+        bad: list[Quarantined],
+    ) -> None:
+        """Adds what goes wrong to `reasons` and `bad`."""
+        self.seal, self._openings, self._reasons, self._bad = seal, openings, reasons, bad
+        self.workers: set[int] = set()
+        """The workers that delivered chunks."""
         self._changed = threading.Condition()
         self._gathering = ChunkScheduler(len(seal.digests.values), [each.dial.worker for each in openings])
         self._streams: Counter[int] = Counter()
         self._wires: set[Wire] = set()
-        self._brought: set[int] = set()
         self._altered_sources: set[int] = set()
         """Workers that sent bare chunks which were not what was sealed."""
         self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        return tuple(sorted(self._brought))
 
     def run(self) -> bool:
         """Returns whether the artifact is sealed. Raises NotASlot, OSError; then no slot is taken."""
@@ -196,7 +193,7 @@ class MultiSourceFetch:
                     self._gathering.drop(dial.worker)
                 self._settle()
         if not self._gathering.complete:
-            self.reasons.append(f"worker {dial.worker}: {reason}")
+            self._reasons.append(f"worker {dial.worker}: {reason}")
 
     @contextlib.contextmanager
     def _connection(self, dial: Dial, opening: Opening | None, bare: bool) -> Iterator[Opening]:
@@ -217,7 +214,8 @@ class MultiSourceFetch:
 
     def _chunks(self, opening: Opening) -> Iterator[int]:
         """Requests, receives and verifies chunks; yields each good one. Raises WireBroken, OSError."""
-        worker, wire, chunks = opening.dial.worker, opening.wire, opening.chunks()
+        worker, wire, seal = opening.dial.worker, opening.wire, opening.seal
+        chunks = Chunks.over(wire, seal.artifact, seal.digests, seal.tags)
         owed: deque[int] = deque()
         try:
             for index in ask_ahead(partial(self._next, worker, owed), wire.send_index, owed):
@@ -250,7 +248,7 @@ class MultiSourceFetch:
                     if not self._gathering.is_here(index):
                         place[:] = target
                 if good:
-                    self._brought.add(worker)
+                    self.workers.add(worker)
                     self._gathering.arrived(index, worker)
                 elif over:
                     self._gathering.damaged(index, worker)
@@ -293,13 +291,13 @@ class MultiSourceFetch:
             with contextlib.suppress(SourceFailed):
                 word = have_reread(self.seal.artifact, opening.dial).state
             if word == "ok":
-                self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
+                self._reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
             elif not (word or damaged):
-                self.reasons.append(f"worker {worker}: chunks came damaged, and it did not reread its copy")
+                self._reasons.append(f"worker {worker}: chunks came damaged, and it did not reread its copy")
             else:
                 reason = f"the copy at worker {worker} is bad: chunks do not match their digests"
-                self.bad.append(_bad_copy(self.seal.artifact, worker, reason))
-                self.reasons.append(reason)
+                self._bad.append(_bad_copy(self.seal.artifact, worker, reason))
+                self._reasons.append(reason)
 
 
 _GRACE = 0.3
@@ -317,12 +315,9 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial]) -> FilledSl
             groups.setdefault(opening.seal, []).append(opening)
         # Most holders first; they should all agree.
         for seal in sorted(groups, key=lambda each: -len(groups[each])):
-            collection = MultiSourceFetch(vault, seal, groups[seal])
-            done = collection.run()
-            reasons.extend(collection.reasons)
-            bad.extend(collection.bad)
-            if done:
-                return FilledSlot(seal, tuple(bad), collection.workers)
+            collection = MultiSourceFetch(vault, seal, groups[seal], reasons, bad)
+            if collection.run():
+                return FilledSlot(seal, tuple(bad), tuple(sorted(collection.workers)))
     raise FetchFailed(reasons, bad)
 
 

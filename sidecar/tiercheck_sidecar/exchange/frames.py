@@ -159,7 +159,7 @@ class Wire:
     """One connection. One thread at a time uses and closes it; only `cut` may be called from another."""
 
     def __init__(self, connection: TcpChannel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
-        self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
+        self.channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
         self._seconds = timeout
         self.patience(timeout)
         self.offers_ucx = False
@@ -191,26 +191,22 @@ class Wire:
     @property
     def near_end(self) -> tuple[str, int]:
         """Returns the IP address and port of this end. Raises WireBroken."""
-        return _address(lambda: self._channel.near_end)
+        return _address(lambda: self.channel.near_end)
 
     @property
     def far_end(self) -> tuple[str, int]:
         """Returns the IP address and port of the other end. Raises WireBroken."""
-        return _address(lambda: self._channel.far_end)
+        return _address(lambda: self.channel.far_end)
 
     def patience(self, seconds: float) -> None:
         """Sets how long one call may wait for progress."""
         self._seconds = seconds
-        self._channel.patience(seconds)
-
-    @property
-    def channel(self) -> TcpChannel:
-        return self._channel
+        self.channel.patience(seconds)
 
     def move(self, channel: TcpChannel) -> None:
         """Switches to `channel`; the other end does the same."""
         channel.patience(self._seconds)
-        self._channel = channel
+        self.channel = channel
 
     def set_deadline(self, seconds: float) -> None:
         """Sets a deadline in `seconds` for all further receiving, however steadily data arrives."""
@@ -218,10 +214,10 @@ class Wire:
 
     def cut(self) -> None:
         """Ends another thread's wait."""
-        self._channel.cut()
+        self.channel.cut()
 
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
 
     def send(self, message: object) -> None:
         """Sends a message as JSON. Raises WireBroken."""
@@ -280,7 +276,7 @@ class Wire:
         header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
         try:
-            self._channel.send(header + (frame.tag() if bare else b""), more=True)
+            self.channel.send(header + (frame.tag() if bare else b""), more=True)
             failpoint("mid-chunk")
             for begin, size in _portions(offset, length, pace):
                 if bare:
@@ -288,7 +284,7 @@ class Wire:
                 else:
                     self._send_tagged(file, begin, size, frame)
             if not bare:
-                self._channel.send(frame.tag())
+                self.channel.send(frame.tag())
         except OSError as error:
             raise wire_error(error) from error
 
@@ -328,7 +324,7 @@ class Wire:
 
     def _send_bare(self, file: int, offset: int, size: int) -> None:
         while size:
-            sent = self._channel.send_file(file, offset, size)
+            sent = self.channel.send_file(file, offset, size)
             if sent == 0:
                 raise WireBroken("the slot is shorter than its artifact")
             self.sent += sent
@@ -342,7 +338,7 @@ class Wire:
             if got == 0:
                 raise WireBroken("the slot is shorter than its artifact")
             frame.work(self._buffer[:got])
-            self._channel.send(self._buffer[:got], more=True)
+            self.channel.send(self._buffer[:got], more=True)
             self.sent += got
             offset, size = offset + got, size - got
 
@@ -369,7 +365,7 @@ class Wire:
         Receiving less per call costs more than it saves."""
         try:
             while view:
-                got = self._channel.receive_into(view)
+                got = self.channel.receive_into(view)
                 if got == 0:
                     raise WireBroken("the connection was closed")
                 check(view[:got])
@@ -386,7 +382,7 @@ class Wire:
 
     def _send_all(self, data: bytes) -> None:
         try:
-            self._channel.send(data)
+            self.channel.send(data)
         except OSError as error:
             raise wire_error(error) from error
 

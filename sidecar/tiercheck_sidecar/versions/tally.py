@@ -127,7 +127,7 @@ class RankTable:
     def __init__(self) -> None:
         self._shapes: dict[RankState, int] = {}
         """The number of ranks of each shape. Reading `shapes` removes those without any."""
-        self._ranks: dict[int, RankState] = {}
+        self.ranks: dict[int, RankState] = {}
         self._copies: dict[int, tuple[CopyGroup, ...]] = {}
         self._kept: Counter[Interned[HeldCopies]] = Counter()
         self._complete = 0
@@ -135,7 +135,7 @@ class RankTable:
 
     def put(self, word: WorkerState) -> None:
         """Replaces the report of its worker. Ranks that it does not name stay as they were."""
-        ranks, shapes = self._ranks, self._shapes
+        ranks, shapes = self.ranks, self._shapes
         for rank, shape in word.shapes.items():
             before = ranks.get(rank)
             if before is shape:
@@ -159,10 +159,6 @@ class RankTable:
                 del self._kept[shared]
 
     @property
-    def ranks(self) -> Mapping[int, RankState]:
-        return self._ranks
-
-    @property
     def shapes(self) -> list[RankState]:
         self._shapes = {shape: count for shape, count in self._shapes.items() if count}
         return list(self._shapes)
@@ -173,8 +169,8 @@ class RankTable:
 
     def has_all(self, world_size: int) -> bool:
         """Returns whether every rank of the job is known."""
-        if self._complete < world_size and len(self._ranks) >= world_size:
-            self._complete = world_size if all(map(self._ranks.__contains__, range(world_size))) else 0
+        if self._complete < world_size and len(self.ranks) >= world_size:
+            self._complete = world_size if all(map(self.ranks.__contains__, range(world_size))) else 0
         return self._complete >= world_size
 
     def all_have_copies(self, shapes: Collection[RankState], enough: Callable[[HeldCopies], bool]) -> bool:
@@ -190,7 +186,7 @@ class RankTable:
             for ranks in of
             for rank in ranks
         }
-        return all(rank in found for rank, shape in self._ranks.items() if shape in these)
+        return all(rank in found for rank, shape in self.ranks.items() if shape in these)
 
     def kept_of_each(self, shapes: Collection[RankState]) -> set[frozenset[Interned[HeldCopies]]]:
         """Returns the copies kept of each rank of these shapes; equal sets once."""
@@ -202,7 +198,7 @@ class RankTable:
                     for rank in ranks:
                         found[rank] = found.get(rank, nothing) | {shared}
         these = set(shapes)
-        return {found.get(rank, nothing) for rank, shape in self._ranks.items() if shape in these}
+        return {found.get(rank, nothing) for rank, shape in self.ranks.items() if shape in these}
 
 
 _MOST_VERSIONS = 20_000

@@ -255,7 +255,7 @@ def test_line_that_damages_is_not_taken_for_a_bad_copy(job: Stations) -> None:
 
     class Noisy(Wire):
         def __init__(self, wire: Wire) -> None:
-            self.__dict__ = wire.__dict__ | {"_channel": MeddledChannel(wire._channel, damage)}
+            self.__dict__ = wire.__dict__ | {"channel": MeddledChannel(wire.channel, damage)}
 
     fetched = fetch(job[0].vault, artifact, [Dial(1, lambda: Noisy(job[0].connect(1))), *job[0].dials(2)])
     assert not fetched.bad

@@ -219,7 +219,7 @@ def test_connection_that_is_gone_has_no_address_and_says_so_as_every_broken_one_
         assert there == listener.getsockname()
         assert here != there
         with closing(socket.socketpair()[0]) as other:
-            os.dup2(other.fileno(), wire._channel._socket.fileno())  # type: ignore[attr-defined]  # as where a test cuts a link
+            os.dup2(other.fileno(), wire.channel._socket.fileno())  # type: ignore[attr-defined]  # as where a test cuts a link
             for ask in (lambda: wire.near_end, lambda: wire.far_end):
                 with pytest.raises(WireBroken):
                     ask()

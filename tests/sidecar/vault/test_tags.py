@@ -243,7 +243,7 @@ class Altering(Wire):
     """A line on which somebody changes what travels bare."""
 
     def __init__(self, wire: Wire) -> None:
-        self.__dict__ = wire.__dict__ | {"_channel": MeddledChannel(wire._channel, self._alter)}
+        self.__dict__ = wire.__dict__ | {"channel": MeddledChannel(wire.channel, self._alter)}
         self.altered = 0
 
     def _alter(self, arrived: memoryview) -> None:
