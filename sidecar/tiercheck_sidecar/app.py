@@ -273,8 +273,7 @@ class Sidecar:
         return "set terminationGracePeriodSeconds in spec.template to give it more time"
 
     def _be_heard(self, control: ControlApi) -> None:
-        """Waits at the end of a job until the controller has the last report.
-        It asks again as soon as it has been answered."""
+        """Waits at the end of a job until the controller has the last report, which it asks for again."""
         end, seen = time.monotonic() + _LAST_WORD, -1
         while self._over and not control.has_told_all() and time.monotonic() < end:
             seen = self.state.wait(seen, timeout=0.1)

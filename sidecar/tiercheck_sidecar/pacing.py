@@ -25,9 +25,7 @@ SMALLEST_PIECE = 64 * 1024
 class TokenBucket:
     """Grants bytes at `rate` per second to any number of threads. `rate` None: no limit.
 
-    `wait(seconds)` pauses the caller; it may raise to abandon the transfer (that is how closing interrupts
-    it).
-    """
+    `wait(seconds)` pauses the caller; it may raise, which is how closing interrupts a transfer."""
 
     def __init__(
         self,

@@ -135,8 +135,7 @@ class ChunkScheduler:
 
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-"""The most connections per artifact: a restore uses all (nothing trains), a copy what `StreamCountTuner`
-finds."""
+"""The most connections per artifact: restores use all (nothing trains), copies what is found by trial."""
 _CHUNKS_PER_STREAM = 2
 _WINDOW = 0.25
 """Seconds of sending that make a measurement, over one artifact or several small ones."""
@@ -210,19 +209,6 @@ def receive_header(wire: Wire, digests: Digests, index: int) -> None:
     """Receives the header of chunk `index`. Raises WireBroken, also if it is another chunk's."""
     if wire.receive_chunk_header() != (index, length_of(digests, index)):
         raise WireBroken("it sent a chunk that was not asked for")
-
-
-def run_all(bodies: list[Callable[[], None]]) -> None:
-    """Runs all, the last in this thread. Raises its error, or else another's, once all have ended."""
-    *others, mine = bodies
-    if not others:
-        mine()
-        return
-    with ThreadPoolExecutor(len(others), thread_name_prefix="stream") as pool:
-        futures = [pool.submit(body) for body in others]
-        mine()
-        for future in futures:
-            future.result()
 
 
 FEW = 2

@@ -96,8 +96,7 @@ class SidecarState:
         self.snapshot_every = 0
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
         self.expected_snapshot = 0
-        """Bytes of the largest snapshot of the job's other workers, as the operator reports it; 0: none
-        yet."""
+        """Bytes of the largest snapshot of other workers, as the operator reports it; 0: none yet."""
         self.distrusted = ""
         """The reason not to use this worker's deltas while this process lives, as a sentence; or empty."""
         self.no_room = ""

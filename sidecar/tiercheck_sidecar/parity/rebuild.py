@@ -35,7 +35,7 @@ from tiercheck_sidecar.artifact_source import (
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, length_of
 from tiercheck_sidecar.exchange.fetch import Dial, have_reread, holdings, open_copy
 from tiercheck_sidecar.exchange.frames import ListedArtifact, Wire, WireBroken
-from tiercheck_sidecar.exchange.streams import STREAMS, ask_ahead, receive_header, run_all
+from tiercheck_sidecar.exchange.streams import STREAMS, ask_ahead, receive_header
 from tiercheck_sidecar.vault import Seal
 
 log = logging.getLogger(__name__)
@@ -196,9 +196,11 @@ class Rebuild:
             parts = self._recipe()
             self._waiting, self._stopped = deque(sorted(self._missing)), False
             count = max(1, min(STREAMS, len(self._missing) // _CHUNKS_PER_STREAM))
-            extra = partial(self._stream, parts, extra=True)
             try:
-                run_all([*[extra] * (count - 1), partial(self._stream, parts)])
+                with ThreadPoolExecutor(count, thread_name_prefix="stream") as pool:
+                    streams = [pool.submit(self._stream, parts, extra=n > 0) for n in range(count)]
+                for each in streams:
+                    each.result()
             except PartFailed as failed:
                 self._give_up(failed)
 

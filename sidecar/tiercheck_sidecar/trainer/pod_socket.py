@@ -40,8 +40,7 @@ _LONGEST_FAULT = 200
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made.
 
-    `hands`: the number of threads that this process may use for heavy work; as many digest snapshots at a
-    time."""
+    `hands`: the number of threads for heavy work; as many digest snapshots at a time."""
 
     def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources, hands: int = 1) -> None:
         self._state, self._vault, self._reach = state, vault, reach

@@ -42,10 +42,8 @@ class ReadyMemory:
             return sum(len(file.area) for file in self._files)
 
     def make(self, paths: list[Path], size: int, hands: int) -> bool:
-        """Makes a file of `size` bytes at each path. Returns whether any was made. Slow.
-
-        Each is made in `hands` threads. Only the first call makes any: what was used or discarded is not
-        replaced."""
+        """Makes a file of `size` bytes at each path, in `hands` threads. Returns whether any was made. Slow.
+        Only the first call makes any: what was used or discarded is not replaced."""
         with self._changed:
             if self._is_made:
                 return False
@@ -72,11 +70,8 @@ class ReadyMemory:
         return True
 
     def take(self, path: Path, size: int) -> memoryview | None:
-        """Turns a file into the slot at `path`, of `size` bytes. Returns its mapping; None if none is as
-        large.
-
-        Waits for a file that is being made: it will be there sooner than another one.
-        """
+        """Turns a file into the slot at `path`, of `size` bytes. Returns its mapping; None if none fits.
+        Waits for a file that is being made: it will be there sooner than another one."""
         with self._changed:
             self._changed.wait_for(lambda: self._files or not self._coming)
             file = next((file for file in self._files if len(file.area) >= size), None)

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercheck.plain_files import is_plain
 from tiercheck.protocol.directive import Tier
@@ -23,6 +23,8 @@ from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.tier_verdict import Span, spans
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, header_fault, read_seal, seal_path
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,39 +48,40 @@ class MemoryStock:
     """Cached results by name, each with the history that it was computed for."""
 
     def plus(self, kind: Kind, version: Version) -> MemoryStock:
-        if version in self.of(kind):
-            return self
-        if kind is Kind.SNAPSHOT:
-            return MemoryStock(self.snapshots | {version}, self.deltas)
-        return MemoryStock(self.snapshots, self.deltas | {version})
+        return self if version in self.of(kind) else self._with(kind, self.of(kind) | {version})
 
     def minus(self, kind: Kind, version: Version) -> MemoryStock:
+        return self._with(kind, self.of(kind) - {version})
+
+    def _with(self, kind: Kind, versions: frozenset[Version]) -> MemoryStock:
         if kind is Kind.SNAPSHOT:
-            return MemoryStock(self.snapshots - {version}, self.deltas)
-        return MemoryStock(self.snapshots, self.deltas - {version})
+            return MemoryStock(versions, self.deltas)
+        return MemoryStock(self.snapshots, versions)
 
     def of(self, kind: Kind) -> frozenset[Version]:
         return self.snapshots if kind is Kind.SNAPSHOT else self.deltas
 
     def accepted(self, history: History) -> MemoryStock:
         """Returns the versions that `history` continues, with as many ranks; others only serve restores."""
-        known = self._found.get("accepted")
-        if known is None or known[0] is not history:
-            accepts = history.continues
-            left = MemoryStock(
-                frozenset(filter(accepts, self.snapshots)), frozenset(filter(accepts, self.deltas))
-            )
-            known = self._found["accepted"] = history, self if left == self else left
-        found: MemoryStock = known[1]
-        return found
+
+        def find() -> MemoryStock:
+            kept = (frozenset(filter(history.continues, each)) for each in (self.snapshots, self.deltas))
+            left = MemoryStock(*kept)
+            return self if left == self else left
+
+        return self._once("accepted", history, find)
 
     def rebuildable(self, history: History) -> tuple[Span, ...]:
         """Returns the versions that can be rebuilt from it, as spans."""
-        known = self._found.get("rebuildable")
+        return self._once(
+            "rebuildable", history, lambda: spans(rebuildable(self.snapshots, self.deltas, history))
+        )
+
+    def _once(self, name: str, history: History, find: Callable[[], T]) -> T:
+        known = self._found.get(name)
         if known is None or known[0] is not history:
-            leads = spans(rebuildable(self.snapshots, self.deltas, history))
-            known = self._found["rebuildable"] = history, leads
-        found: tuple[Span, ...] = known[1]
+            known = self._found[name] = history, find()
+        found: T = known[1]
         return found
 
 
