@@ -132,9 +132,8 @@ class ThrottleWatch:
         limit = "its CPU limit" if stat.limit is None else f"its limit of {stat.limit:g} cores"
         return (
             f"the kernel holds this sidecar back again and again, because it uses up {limit}: copies and "
-            "restores are "
-            "slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace if the "
-            "limit comes from there"
+            "restores are slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace "
+            "if the limit comes from there"
         )
 
 

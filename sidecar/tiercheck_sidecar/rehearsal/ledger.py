@@ -18,9 +18,8 @@ ADVICE = {
         "if it happens again, have the memory of this worker's node looked at"
     ),
     Tier.PEER: (
-        "A restore goes round it as long as there is another copy, and the next snapshot takes its "
-        "place; if it happens again, "
-        "have the memory of the other worker's node and the network between them looked at"
+        "A restore goes round it as long as there is another copy, and the next snapshot takes its place; if "
+        "it happens again, have the memory of the other worker's node and the network between them looked at"
     ),
     Tier.REMOTE: (
         "If all memory is lost, the job goes back to an older version there; "

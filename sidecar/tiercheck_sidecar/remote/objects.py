@@ -68,8 +68,7 @@ def _declared(verb: Callable[..., Any]) -> Callable[..., Any]:
             )
             raise RemoteError(
                 Reason.OTHER,
-                f"{place.location} failed unexpectedly ({describe(error)}); check "
-                "spec.tiers.remote and what "
+                f"{place.location} failed unexpectedly ({describe(error)}); check spec.tiers.remote and what "
                 "answers there. The log of this sidecar says more.",
                 retriable=True,
             ) from error

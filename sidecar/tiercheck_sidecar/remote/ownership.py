@@ -77,10 +77,9 @@ def refusal(owner: StoreOwner, claimant: Claimant, location: str) -> str:
     lost = claimant.job_uid in owner.former
     return (
         f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID "
-        f"{claimant.job_uid} of "
-        f"cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another "
-        "prefix; or, if that one must not write there "
-        f"any more, run: kubectl tiercheck remote take-over"
+        f"{claimant.job_uid} of cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give "
+        "this job another prefix; or, if that one must not write there any more, run: kubectl tiercheck "
+        "remote take-over"
         + ("." if lost else f", or set tiers.remote.takeOverFrom: {owner.job_uid} before this job begins.")
     )
 

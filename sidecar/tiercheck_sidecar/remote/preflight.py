@@ -117,10 +117,8 @@ def _conditional(trial: _CheckContext) -> str:
     if not first or second or found != b"first":
         raise GuaranteeMissing(
             f"of two writers of one new object the first {'won' if first else 'lost'} and the second "
-            f"{'won' if second else 'lost'}, and "
-            f"{'the first' if found == b'first' else 'not the first'} is read. Use a server that honours "
-            "If-None-Match, or a "
-            "file system with hard links."
+            f"{'won' if second else 'lost'}, and {'the first' if found == b'first' else 'not the first'} is "
+            "read. Use a server that honours If-None-Match, or a file system with hard links."
         )
     return "the second of two writers of a new object is refused"
 
@@ -142,8 +140,7 @@ def _ranges(trial: _CheckContext) -> str:
         if into[:got] != wanted:
             raise GuaranteeMissing(
                 f"bytes {begin} to {begin + len(wanted)} were asked for, and the {got} that came are not "
-                "what was written. Look for a "
-                "proxy or cache in between that does not know ranges."
+                "what was written. Look for a proxy or cache in between that does not know ranges."
             )
     return "ranges come as they were written"
 
@@ -155,9 +152,8 @@ def _listing(trial: _CheckContext) -> str:
     if late:
         raise GuaranteeMissing(
             f"of {len(written)} objects that were written {len(late)} are not listed right after that, or "
-            "with another size. Use a store "
-            "that lists what is written at once; a manifest that is listed late is a version that a "
-            "restore does not find."
+            "with another size. Use a store that lists what is written at once; a manifest that is listed "
+            "late is a version that a restore does not find."
         )
     return "what was written is listed at once, in full size"
 

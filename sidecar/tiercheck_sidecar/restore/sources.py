@@ -285,8 +285,7 @@ class ShardReader:
         if self._vault.used() + lent + needed > self._vault.limit:
             raise MemoryTooSmall(
                 f"{lent + needed} bytes of other ranks' state do not fit beside the {self._vault.used()} "
-                "that the memory volume of "
-                f"{self._vault.limit} bytes holds; raise spec.tiers.local.sizeLimit"
+                f"that the memory volume of {self._vault.limit} bytes holds; raise spec.tiers.local.sizeLimit"
             )
         found.read(missing, sink)
         loan.here |= set(missing)

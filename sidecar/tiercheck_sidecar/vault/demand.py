@@ -159,9 +159,8 @@ def saving_refused(demand: Demand) -> str:
     if fits.fits:
         return ""
     return (
-        f"tiers.local.sizeLimit is {demand.limit}, needed {fits.minimum} bytes ({fits.needed} to never "
-        "skip anything): "
-        f"two slots for each of {_those(demand)}. {_REMEDY}"
+        f"tiers.local.sizeLimit is {demand.limit}, needed {fits.minimum} bytes ({fits.needed} to never skip "
+        f"anything): two slots for each of {_those(demand)}. {_REMEDY}"
     )
 
 
@@ -172,11 +171,9 @@ def deltas_refused(demand: Demand) -> str:
         return ""
     fewest = demand.cadence + SPARE_DELTAS
     return (
-        f"tiers.local.sizeLimit is {demand.limit}, deltas need {fits.delta_minimum} bytes ({fits.needed} "
-        "to never skip anything): "
-        f"{fewest} deltas of {fits.delta} bytes, beside snapshots of {fits.snapshot}, for each of "
-        f"{_those(demand)}. "
-        f"Until then there are snapshots only. {_REMEDY}"
+        f"tiers.local.sizeLimit is {demand.limit}, deltas need {fits.delta_minimum} bytes ({fits.needed} to "
+        f"never skip anything): {fewest} deltas of {fits.delta} bytes, beside snapshots of {fits.snapshot}, "
+        f"for each of {_those(demand)}. Until then there are snapshots only. {_REMEDY}"
     )
 
 

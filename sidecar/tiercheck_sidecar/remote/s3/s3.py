@@ -222,11 +222,9 @@ class S3Objects(Objects):
             clients.probe(self._key(layout.PROBE))
         if not clients.conditional:
             self.weakness = (
-                f"{self.location} takes If-None-Match and does not mind it, so two writers may both "
-                "believe that theirs is the "
-                "manifest; each is read back instead. Use a server that honours conditional writes, and "
-                "see that no other "
-                "job writes there."
+                f"{self.location} takes If-None-Match and does not mind it, so two writers may both believe "
+                "that theirs is the manifest; each is read back instead. Use a server that honours "
+                "conditional writes, and see that no other job writes there."
             )
 
     def read(self, key: str) -> bytes | None:

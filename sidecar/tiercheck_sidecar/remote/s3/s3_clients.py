@@ -255,13 +255,11 @@ def _no_client(settings: S3Settings, location: str) -> str:
     if settings.endpoint:
         return (
             f"{location} cannot be reached at {settings.endpoint}: that is no URL of a host (names have "
-            "letters, digits, dots and hyphens); "
-            "correct tiers.remote.s3.endpoint."
+            "letters, digits, dots and hyphens); correct tiers.remote.s3.endpoint."
         )
     return (
-        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has "
-        "no valid value; "
-        f"{wrong_credentials_advice()}."
+        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no "
+        f"valid value; {wrong_credentials_advice()}."
     )
 
 
