@@ -23,7 +23,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from types import TracebackType
 
@@ -219,53 +218,38 @@ REST = 40
 """The number of measurements until another number of streams is tried."""
 
 
-class StreamProbe(Enum):
-    """A change of the number of streams for the next measurement."""
-
-    NONE = 0
-    ONE_MORE = 1
-    ONE_FEWER = -1
-
-
 @dataclass(frozen=True)
 class StreamCountTuner:
     """The intended number of streams, found by trying the throughput with one more or one fewer."""
 
     count: int = FEW
-    trial: StreamProbe = StreamProbe.NONE
+    trial: int = 0
+    """1 or -1 while one more or one fewer is tried; 0: neither."""
     before: float = 0.0
     """The throughput that the trial is compared with."""
     rest: int = 0
     """The number of measurements before the next trial."""
-    next: StreamProbe = StreamProbe.ONE_MORE
-    """The next trial."""
+    next: int = 1
 
     def measured(self, throughput: float, most: int) -> StreamCountTuner:
         """Returns the state after `throughput` was measured with `count` streams; 1 to `most` are tried."""
-        worth = {
-            StreamProbe.NONE: False,
-            StreamProbe.ONE_MORE: throughput >= self.before * GAIN,
-            StreamProbe.ONE_FEWER: throughput * GAIN > self.before,
-        }
-        if worth[self.trial]:
+        better, no_worse = throughput >= self.before * GAIN, throughput * GAIN > self.before
+        if (self.trial == 1 and better) or (self.trial == -1 and no_worse):
             return self._try(self.trial, throughput, most)
-        if self.trial is not StreamProbe.NONE:
-            return self._settle(self.count - self.trial.value)
+        if self.trial:
+            return self._settle(self.count - self.trial, self.trial)
         if self.rest:
             return StreamCountTuner(self.count, rest=self.rest - 1, next=self.next)
         return self._try(self.next, throughput, most)
 
-    def _try(self, trial: StreamProbe, throughput: float, most: int) -> StreamCountTuner:
-        count = self.count + trial.value
+    def _try(self, trial: int, throughput: float, most: int) -> StreamCountTuner:
+        count = self.count + trial
         if not 1 <= count <= most:
             return self._settle(min(self.count, most), trial)
         return StreamCountTuner(count, trial, throughput, next=trial)
 
-    def _settle(self, count: int, tried: StreamProbe | None = None) -> StreamCountTuner:
-        other = (
-            StreamProbe.ONE_FEWER if (tried or self.trial) is StreamProbe.ONE_MORE else StreamProbe.ONE_MORE
-        )
-        return StreamCountTuner(count, rest=REST, next=other)
+    def _settle(self, count: int, tried: int) -> StreamCountTuner:
+        return StreamCountTuner(count, rest=REST, next=-tried)
 
 
 class ThroughputMeter:
