@@ -31,7 +31,7 @@ from tiercheck_operator.planning.recovery import recovery
 from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import PeerResponse
 from tiercheck_sidecar.exchange.session import Session
-from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.state import ReleaseHandshake, SidecarState
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
 from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote import store as remote_store
@@ -439,7 +439,7 @@ MUTATIONS = (
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),
     Mutation("freed too early", "own snapshots are freed before the coordinator leaves them out",
-        lambda: [(SidecarState, "propose_release", lambda self, doomed: doomed)]),
+        lambda: [(ReleaseHandshake, "propose", lambda self, doomed: doomed)]),
     Mutation("doubled orders", "every order interrupts, also one that is known", _doubled_orders_interrupt,
         first=FIRST_STAYING),
     Mutation("late leavers", "a process that does not leave its step in time stays", _late_leavers_stay,

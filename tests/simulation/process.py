@@ -144,7 +144,7 @@ class Process:
         self.state.bump = self._bump  # type: ignore[method-assign]
         # Nobody there signs, or claims what is not so.
         self.state._is_signed = lambda told: True  # type: ignore[method-assign]
-        self.state.peers._changed = self._bump
+        self.state.peers._changed = self.state.releases._changed = self._bump
         self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump, instance=name)
         self.vault.process = self
         self.state.when_identified(lambda changed: self.vault.identify(changed.ranks))

@@ -53,6 +53,41 @@ class StaleRefused(DirectiveRefused):
     """A directive of an older attempt, of an earlier phase, or decided without the one followed."""
 
 
+class ReleaseHandshake:
+    """Has the coordinator ignore own snapshots before they are freed.
+
+    It may use this worker's last report to announce what rests on one that is newer than the local watermark.
+    So a report first leaves the snapshot out; it is freed once that report is accepted. Thread-safe."""
+
+    def __init__(self, lock: threading.RLock, changed: Callable[[], None]) -> None:
+        self._lock, self._changed = lock, changed
+        self._leaving: frozenset[Artifact] = frozenset()
+        self._left_out: frozenset[Artifact] = frozenset()
+        """The part of `_leaving` that the newest report leaves out, and so does one that is on its way."""
+
+    def propose(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
+        """Records the own snapshots that are to be freed; returns those that the coordinator ignores."""
+        with self._lock:
+            news, self._leaving = self._leaving != leaving, leaving
+            left_out = self._left_out
+        if news:
+            self._changed()
+        return left_out
+
+    def begin_report(self) -> frozenset[Artifact]:
+        """Returns what the report being made leaves out; the coordinator may use all others again."""
+        with self._lock:
+            self._left_out &= self._leaving
+            return self._leaving
+
+    def report_accepted(self, left_out: frozenset[Artifact]) -> None:
+        """Records that the coordinator has accepted a report without these, so that it ignores them."""
+        if left_out:
+            with self._lock:
+                self._left_out = left_out
+            self._changed()
+
+
 class SidecarState:
     """Holds the shared state of one sidecar. Thread-safe.
     Fields that must agree are read under `lock`. Only methods write them, which a test verifies."""
@@ -86,11 +121,7 @@ class SidecarState:
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: TierVerdict | None = None
         """The coordinator's newest verdict in this attempt; None: none came, so nothing is freed."""
-        self.leaving: frozenset[Artifact] = frozenset()
-        """Own snapshots newer than the local watermark, to be freed once the coordinator ignores them."""
-        self.left_out: frozenset[Artifact] = frozenset()
-        """The part of `leaving` that the coordinator ignores.
-        Its newest report leaves these out, and so does one that is on its way."""
+        self.releases = ReleaseHandshake(self.lock, self.bump)
         self.reached: Mapping[int, Version] = {}
         """The newest snapshot that each own rank captured or skipped in this attempt."""
         self.snapshot_every = 0
@@ -344,29 +375,6 @@ class SidecarState:
         with self.lock:
             self.reached = {**self.reached, rank: max(version, self.reached.get(rank, version))}
         self.bump()
-
-    def propose_release(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
-        """Records the own snapshots that are to be freed; returns those that the coordinator ignores."""
-        with self.lock:
-            news = self.leaving != leaving
-            self.leaving = leaving
-            left_out = self.left_out
-        if news:
-            self.bump()
-        return left_out
-
-    def artifacts_to_omit(self) -> frozenset[Artifact]:
-        """Returns what the report being made leaves out; the coordinator may use all others again."""
-        with self.lock:
-            self.left_out &= self.leaving
-            return self.leaving
-
-    def leave_out(self, left_out: frozenset[Artifact]) -> None:
-        """Records that the coordinator has accepted a report without these, so that it ignores them."""
-        if left_out:
-            with self.lock:
-                self.left_out = left_out
-            self.bump()
 
     def report_restore(self, attempt: int, report: RestoreReport) -> bool:
         """Publishes the restore of `attempt`; returns False if that attempt is over."""

@@ -157,11 +157,8 @@ class TrainerWatch:
         self._report = self._not_waiting()
         self._listeners = {rank: each for rank, each in self._listeners.items() if each.connection}
         self._listened = {rank: each.refusal for rank, each in self._listeners.items()}
-        self._silent_since = None
-        self._not_finite = {}
-        self._resumes = {}
-        self._stall = StallWatch()
-        self._mute = None
+        self._silent_since = self._mute = None
+        self._not_finite, self._resumes, self._stall = {}, {}, StallWatch()
         if resumed:
             self._stall.started(now)
             self._report = TrainerReport(TrainerState.RUNNING)

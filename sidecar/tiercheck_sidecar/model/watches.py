@@ -67,8 +67,7 @@ class PeerWatch:
             sight = self._sights.get(peer)
             if sight is None:
                 return
-            sight.doubted = False
-            sight.answers = 0
+            sight.doubted, sight.answers = False, 0
             if sight.how is how:
                 return
             sight.how = how

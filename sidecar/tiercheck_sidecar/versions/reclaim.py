@@ -260,12 +260,7 @@ class Reclaimer:
         return freeable(place, directive.history, verdict, owed if mine else None)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
-        """Returns what must not be freed yet.
-
-        The coordinator may use this worker's last report to announce what rests on an own snapshot newer than
-        what it has announced. So a report first leaves the snapshot out; it is freed once that report is
-        accepted.
-        """
+        """Returns what must not be freed yet: see `ReleaseHandshake`."""
         mark = verdict.watermarks.local if verdict is not None else None
         doomed = {
             Artifact(name.rank, version): (name, kind, version)
@@ -273,7 +268,7 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        left_out = self._state.propose_release(frozenset(doomed))
+        left_out = self._state.releases.propose(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 

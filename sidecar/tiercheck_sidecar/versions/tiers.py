@@ -111,7 +111,7 @@ class TierClient:
         It reads in the order in which versions move (reached, unfinished, local), so that none is missed."""
         with self._state.lock:
             reached, verdict = dict(self._state.reached), self._state.verdict
-            leaving = self._state.artifacts_to_omit()
+            leaving = self._state.releases.begin_report()
         head, unfinished, here = self._look(directive)
         history = directive.history
         acknowledged = self._acknowledged(directive)
@@ -191,7 +191,7 @@ class TierClient:
         self._saw(directive, None)
         shapes = word.shapes.items()
         left_out = {Artifact(rank, each) for rank, shape in shapes for each in shape.held.value.leaving}
-        self._state.leave_out(frozenset(left_out))
+        self._state.releases.report_accepted(frozenset(left_out))
         return True
 
     def _say(self, line: CoordinatorClient, word: WorkerState) -> None:
