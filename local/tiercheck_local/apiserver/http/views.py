@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
+
+from jsonpath_ng.ext import parse
 
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.resources import Resource
@@ -185,8 +187,10 @@ def _custom_column(column: Object) -> Column:
         "priority": column.get("priority", 0),
     }
 
+    path = _parsed_path(column["jsonPath"])
+
     def cell(value: Object) -> Any:
-        found = find(value, column["jsonPath"])
+        found = [match.value for match in path.find(value) if match.value is not None]
         if not found:
             return None
         if column["type"] == "date":
@@ -198,44 +202,13 @@ def _custom_column(column: Object) -> Column:
     return definition, cell
 
 
+@lru_cache(maxsize=256)
+def _parsed_path(path: str) -> Any:
+    return parse(f"${path}")
+
+
 def _text(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
-
-
-_STEP = re.compile(
-    r"""\.(?P<field>[\w-]+)|\[['"](?P<quoted>[^'"]+)['"]\]|\[(?P<index>-?\d+)\]|(?P<all>\[\*\]|\.\*)"""
-    r"""|\[\?\(@\.(?P<key>[\w.]+)\s*==\s*(?P<value>'[^']*'|"[^"]*"|[\w.]+)\)\]"""
-)
-
-
-def find(value: Any, path: str) -> list[Any]:
-    """Returns all values at `path`; empty: there is none. Raises ValueError on a path outside the subset."""
-    path = path.strip("{}")
-    found, at = [value], 0
-    while at < len(path):
-        step = _STEP.match(path, at)
-        if not step:
-            raise ValueError(f"unsupported JSONPath: {path}")
-        found = [item for source in found for item in _follow(source, step)]
-        at = step.end()
-    return [item for item in found if item is not None]
-
-
-def _follow(value: Any, step: re.Match[str]) -> list[Any]:
-    name = step["field"] or step["quoted"]
-    if name is not None:
-        return [value[name]] if isinstance(value, dict) and name in value else []
-    if step["index"] is not None:
-        index = int(step["index"])
-        return [value[index]] if isinstance(value, list) and -len(value) <= index < len(value) else []
-    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    if step["all"]:
-        return items
-    wanted = step["value"].strip("'\"")
-    return [item for item in items if [str(x) for x in find(item, "." + step["key"])] == [wanted]]
-
-
-Shape = Callable[[Object], Object]
 
 
 def dump(value: Any) -> bytes:
