@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from tiercheck_local.apiserver.store.selectors import matches_selector
@@ -100,33 +99,26 @@ def ready_status(item: Item) -> str:
     return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")
 
 
-def requests(pod: Item) -> dict[str, Decimal]:
+def requests(pod: Item) -> Counter[str]:
     """Returns the pod's requests: main containers and sidecars, or the largest init container if more."""
-    running: dict[str, Decimal] = {}
-    peak: dict[str, Decimal] = {}
+    running: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
     spec = pod["spec"]
     for container in spec.get("initContainers") or []:
-        wanted = _sum(running, _asked(container))
+        wanted = running + _asked(container)
         if container.get("restartPolicy") == "Always":
             running = wanted
-        peak = _largest(peak, wanted)
+        peak |= wanted
     for container in spec["containers"]:
-        running = _sum(running, _asked(container))
-    return _largest(running, peak)
+        running += _asked(container)
+    return running | peak
 
 
-def _sum(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
-    return {name: one.get(name, Decimal(0)) + other.get(name, Decimal(0)) for name in {*one, *other}}
-
-
-def _largest(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
-    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in {*one, *other}}
-
-
-def _asked(container: Item) -> dict[str, Decimal]:
+def _asked(container: Item) -> Counter[str]:
     resources = container.get("resources") or {}
     wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: parse_amount(amount) for name, amount in wanted.items()}
+    # A Counter adds and compares decimals as well as the integers of its type.
+    return Counter({name: parse_amount(amount) for name, amount in wanted.items()})
 
 
 def _lacking(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
@@ -134,13 +126,9 @@ def _lacking(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
     reasons = []
     if len(present) + 1 > room.get("pods", 110):
         reasons.append("Too many pods")
-    used: dict[str, Decimal] = {}
-    for other in present:
-        used = _sum(used, requests(other))
-    for name, amount in sorted(requests(pod).items()):
-        if amount > 0 and used.get(name, Decimal(0)) + amount > room.get(name, Decimal(0)):
-            reasons.append(f"Insufficient {name}")
-    return reasons
+    used = sum(map(requests, present), requests(pod))
+    lacking = (name for name in sorted(requests(pod)) if used[name] > room.get(name, 0))
+    return [*reasons, *(f"Insufficient {name}" for name in lacking)]
 
 
 def _untolerated(pod: Item, node: Item) -> Item | None:

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +43,7 @@ def allocatable(settings: Settings) -> dict[str, str]:
     return {**defaults, **settings.node.resources}
 
 
-def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
+def node_object(settings: Settings) -> dict[str, Any]:
     """Returns the Node as a kubelet would register it."""
     labels = {
         "kubernetes.io/hostname": settings.name,
@@ -67,16 +66,11 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
             "capacity": allocatable(settings),
             "allocatable": allocatable(settings),
             "conditions": [ready_condition()],
-            "daemonEndpoints": {"kubeletEndpoint": {"Port": 0}},
             "nodeInfo": {
-                "machineID": uuid.uuid5(uuid.NAMESPACE_DNS, settings.name).hex,
-                "systemUUID": uuid.uuid5(uuid.NAMESPACE_DNS, settings.name).hex,
-                "bootID": boot_id,
                 "kernelVersion": platform.release(),
                 "osImage": f"processes on {socket.gethostname()}",
                 "containerRuntimeVersion": "process://1",
                 "kubeletVersion": "v0.0.0-tiercheck-local",
-                "kubeProxyVersion": "",
                 "operatingSystem": "linux",
                 "architecture": labels["kubernetes.io/arch"],
             },
@@ -104,7 +98,6 @@ class Registration(WokenController):
         self._nodes = Cache(client, NODES, lambda *_: self.wake(), on_sync=self.wake, fields=named)
         super().__init__(client, [self._nodes])
         self._settings = settings
-        self._boot_id = str(uuid.uuid4())
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -116,7 +109,7 @@ class Registration(WokenController):
         """Registers the node, again if it was declared Unknown while its agent was stopped."""
         if any(ready_status(node) == "True" for node in self._nodes.objects.values()):
             return
-        wanted = node_object(self._settings, self._boot_id)
+        wanted = node_object(self._settings)
         await self._client.apply(wanted)
         # A create may drop the status, as it does for custom resources.
         await self._client.patch(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_local.client import Client
+from tiercheck_local.client import Client, WokenController
 from tiercheck_local.node.container import Container
-from tiercheck_operator.kubernetes.api_server import PODS, ApiFailure
+from tiercheck_operator.kubernetes.api_server import PODS
 
 Object = dict[str, Any]
 
@@ -116,28 +115,25 @@ def _conditions(
     return result
 
 
-log = logging.getLogger(__name__)
-
-
-class Publisher:
+class Publisher(WokenController):
     """Writes a pod's status, which `compute(previous status)` returns, after each call of `changed`."""
 
     def __init__(
         self, client: Client, pod: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], Object]
     ) -> None:
-        self._client, self._compute = client, compute
+        super().__init__(client, ())
+        self._compute = compute
         self._namespace, self._name, self._uid = (
             pod["metadata"][key] for key in ("namespace", "name", "uid")
         )
         self._current: Mapping[str, Any] = pod
         self._written: Mapping[str, Any] | None = None
-        self._dirty = asyncio.Event()
         self._clean = asyncio.Event()
         self._clean.set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self.run())
         self.changed()
 
     def stop(self) -> None:
@@ -154,49 +150,35 @@ class Publisher:
 
     def changed(self) -> None:
         self._clean.clear()
-        self._dirty.set()
+        self.wake()
 
     async def drained(self) -> None:
         """Waits until everything known has been written."""
         if self._task is not None and not self._task.done():
             await self._clean.wait()
 
-    async def _run(self) -> None:
-        pause = 0.05
-        while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            try:
-                if not await self._write():
-                    return
-                pause = 0.05
-            except ApiFailure as failure:
-                if pause > 1:
-                    log.warning("status of pod %s/%s: %s", self._namespace, self._name, failure)
-                self._dirty.set()
-                await asyncio.sleep(pause)
-                pause = min(2.0, pause * 2)
-            if not self._dirty.is_set():
-                self._clean.set()
+    async def work(self) -> None:
+        """Writes the status, unless the pod is gone."""
+        await self._write()
+        if not self._woken.is_set():
+            self._clean.set()
 
-    async def _write(self) -> bool:
-        """Writes the status; returns False if the pod is gone."""
+    async def _write(self) -> None:
         while True:
             previous = self._current.get("status") or {}
             status = self._written = self._compute(previous)
             if all(previous.get(key) == value for key, value in status.items()):
-                return True
+                return
             # As read: a merge patch replaces the whole list of conditions, in which others have written too.
             written = await self._client.patch_as_read(
                 PODS, self._current, {"status": status}, subresource="status"
             )
             if written is not None:
                 self._current = written
-                return True
+                return
             found = await self._client.find(PODS, self._namespace, self._name)
             if found is None or found["metadata"]["uid"] != self._uid:
-                self._clean.set()
-                return False
+                return
             self._current = found
 
 

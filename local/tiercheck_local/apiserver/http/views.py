@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from jsonpath_ng.ext import parse
+from jsonpath_ng.ext.parser import parse
 
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.resources import Resource
@@ -43,8 +43,14 @@ def _included(value: Object, include: str) -> Object:
     return {"object": partial}
 
 
-def _column(name: str, cell: Cell, kind: str = "string", wide: bool = False) -> Column:
-    definition = {"name": name, "type": kind, "format": "", "description": name, "priority": 1 if wide else 0}
+def _column(name: str, cell: Cell, wide: bool = False) -> Column:
+    definition = {
+        "name": name,
+        "type": "string",
+        "format": "",
+        "description": name,
+        "priority": 1 if wide else 0,
+    }
     return definition, cell
 
 
@@ -58,10 +64,10 @@ def _at(*path: str, default: Any = "<none>") -> Cell:
     return cell
 
 
-def age_of(timestamp: str | None, unset: str = "<unknown>") -> str:
+def age_of(timestamp: str | None) -> str:
     """Returns the time since then as kubectl writes it: 5s, 2m3s, 3h, 4d."""
     if not timestamp:
-        return unset
+        return "<unknown>"
     seconds = int((datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
     for least, size, unit, exact, smaller, name in (
         (172_800, 86_400, "d", 8, 3_600, "h"), (10_800, 3_600, "h", 8, 60, "m"), (120, 60, "m", 10, 1, "s"),

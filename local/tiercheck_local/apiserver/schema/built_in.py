@@ -39,7 +39,7 @@ _KEY_RULE = (
 )
 
 
-def name_faults(collection: str, name: str, field: str = "metadata.name") -> list[FieldCause]:
+def name_faults(collection: str, name: str) -> list[FieldCause]:
     """Returns the reasons why `name` cannot be the name of an object in this collection."""
     if collection in _DNS_LABEL_NAMES:
         limit, pattern, rule = 63, DNS_LABEL, DNS_LABEL_RULE
@@ -47,8 +47,8 @@ def name_faults(collection: str, name: str, field: str = "metadata.name") -> lis
         limit, pattern, rule = 253, _SUBDOMAIN, _SUBDOMAIN_RULE
     shown = f'Invalid value: "{name}": '
     if len(name) > limit:
-        return [FieldCause(field, f"{shown}must be no more than {limit} characters")]
-    return [] if pattern.fullmatch(name) else [FieldCause(field, shown + rule)]
+        return [FieldCause("metadata.name", f"{shown}must be no more than {limit} characters")]
+    return [] if pattern.fullmatch(name) else [FieldCause("metadata.name", shown + rule)]
 
 
 def metadata_faults(metadata: Object) -> list[FieldCause]:

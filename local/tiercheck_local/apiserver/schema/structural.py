@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -13,9 +14,8 @@ from typing import Any
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.schema.cel import Rules
 
-_PRESERVE = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
-_EMBEDDED = "x-kubernetes-embedded-resource"
+_OWN = ("apiVersion", "kind", "metadata")
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -26,60 +26,38 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def prune(value: Any, schema: Object, path: str = "", root: bool = False) -> tuple[Any, list[str]]:
-    """Returns `value` without the fields that the schema does not name, and the paths of those fields.
+def _accept(value: Any, schema: Object, unknown: list[str], path: str = "", root: bool = False) -> Any:
+    """Returns `value` with defaults and without fields that the schema does not name, listed in `unknown`.
 
-    Nulls in fields that are not nullable count as absent, as in the real server. At the root, apiVersion,
-    kind and metadata are the server's own and always stay.
+    Nulls in fields that are not nullable count as absent, as in the real server. At the root and in embedded
+    objects, apiVersion, kind and metadata are the server's own and always stay.
     """
-    unknown: list[str] = []
-    return _prune(value, schema, path, root, unknown), unknown
-
-
-def _prune(value: Any, schema: Object, path: str, root: bool, unknown: list[str]) -> Any:
     if isinstance(value, list):
         items = schema.get("items")
         if items is None:
             return value
-        return [_prune(item, items, f"{path}[{i}]", False, unknown) for i, item in enumerate(value)]
+        return [_accept(item, items, unknown, f"{path}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
-    own = root or schema.get(_EMBEDDED)
+    own = _OWN if root or schema.get("x-kubernetes-embedded-resource") else ()
     result = {}
     for key, item in value.items():
-        at = f"{path}.{key}" if path else key
-        if own and key in ("apiVersion", "kind", "metadata"):
+        at = _join(path, key)
+        if key in own:
             result[key] = item
         elif key in known:
-            if item is None and not known[key].get("nullable"):
-                continue
-            result[key] = _prune(item, known[key], at, False, unknown)
+            if item is not None or known[key].get("nullable"):
+                result[key] = _accept(item, known[key], unknown, at)
         elif isinstance(others, dict):
-            result[key] = _prune(item, others, at, False, unknown)
-        elif schema.get(_PRESERVE) or others is True:
+            result[key] = _accept(item, others, unknown, at)
+        elif schema.get("x-kubernetes-preserve-unknown-fields") or others is True:
             result[key] = item
         else:
             unknown.append(at)
-    return result
-
-
-def fill_defaults(value: Any, schema: Object) -> Any:
-    """Returns `value` with defaults where a field is absent. Defaults of defaults are filled too."""
-    if isinstance(value, list):
-        return [fill_defaults(item, schema.get("items", {})) for item in value]
-    if not isinstance(value, dict):
-        return value
-    result = dict(value)
-    for key, field in schema.get("properties", {}).items():
+    for key, field in known.items():
         if key not in result and "default" in field:
-            result[key] = json.loads(json.dumps(field["default"]))
-        if key in result:
-            result[key] = fill_defaults(result[key], field)
-    others = schema.get("additionalProperties")
-    if isinstance(others, dict):
-        known = schema.get("properties", {})
-        result = {k: v if k in known else fill_defaults(v, others) for k, v in result.items()}
+            result[key] = _accept(copy.deepcopy(field["default"]), field, unknown, _join(path, key))
     return result
 
 
@@ -275,14 +253,12 @@ class CustomVersion:
 
     def accept(self, value: Object) -> tuple[Object, list[str]]:
         """Returns `value` pruned and with defaults, and the paths of the fields that were unknown."""
-        pruned, unknown = prune(value, self.schema, root=True)
-        body = {k: v for k, v in pruned.items() if k not in ("apiVersion", "kind", "metadata")}
-        own = {k: pruned[k] for k in ("apiVersion", "kind", "metadata") if k in pruned}
-        return {**own, **fill_defaults(body, self.schema)}, unknown
+        unknown: list[str] = []
+        return _accept(value, self.schema, unknown, root=True), unknown
 
     def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
         """Returns what is wrong with `value`. Rules run only on a value of the shape that they assume."""
-        body = {k: v for k, v in value.items() if k not in ("apiVersion", "kind", "metadata")}
+        body = {k: v for k, v in value.items() if k not in _OWN}
         found = faults(body, self.schema)
         if any(cause.reason in _BLOCKING for cause in found):
             return [*found, _NOT_CHECKED] if self.rules.any else found
