@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Branch, History, Share, Version
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, workers_by_domain
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH, snapshot_steps
+from tiercheck_cli.simulate.play import HeldSteps, ResumePoint, find_resume_point
 from tiercheck_cli.simulate.scenario import (
     ALL,
     DOMAIN,
@@ -26,15 +26,7 @@ from tiercheck_cli.simulate.scenario import (
 )
 from tiercheck_operator.model.conditions import IN_PROCESS, plural
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.planning.placement.placement import Placement
-from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
-from tiercheck_operator.planning.recovery.recovery import (
-    Recover,
-    RecoveryProblem,
-    RestoreSeconds,
-    StartFresh,
-    decide_recovery,
-)
+from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import short_name
 
 # Medians of small jobs on a real cluster with the images on its nodes (docs/benchmarks): 18 s after a crash,
@@ -171,34 +163,6 @@ def hit(loss: LostMemory, layout: JobLayout) -> str:
 
 
 @dataclass(frozen=True)
-class HeldSteps:
-    """The steps that a job's tiers hold when something fails."""
-
-    newest: int
-    """The newest step trained."""
-    held: Mapping[Tier, int]
-    """The newest step that is complete in each tier; 0: none is. A tier that the job lacks is not in it."""
-    step_seconds: float
-    planned: bool = False
-    """True if the job is only a plan, so that its steps are invented, from the middle of its life."""
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The step that training resumes from, and the tiers needed for it."""
-
-    step: int
-    """The step; 0: from scratch."""
-    workers: Mapping[Tier, tuple[int, ...]]
-    """The workers by the farthest tier that each needs; empty if training begins from scratch."""
-
-    @property
-    def farthest(self) -> Tier | None:
-        """Returns the farthest tier that any rank needs; None: training begins from scratch."""
-        return list(self.workers)[-1] if self.workers else None
-
-
-@dataclass(frozen=True)
 class ProcessForecast:
     """The number of training processes that stay and that restart after a failure."""
 
@@ -313,50 +277,3 @@ def _left(worker: int, loss: LostMemory, layout: JobLayout) -> tuple[int, ...]:
         if worker in group.members:
             return tuple(other for other in group.workers if other != worker and other not in loss.workers)
     return tuple(holder for holder in layout.placement.holders[worker] if holder not in loss.workers)
-
-
-def find_resume_point(placement: Placement, state: HeldSteps, lost: Collection[int]) -> ResumePoint:
-    """Finds the comeback if the workers `lost` vanish with their memory; none: the training crashes."""
-    copy = _artifacts(state.held[Tier.PEER])
-    own = _artifacts(state.held[Tier.LOCAL], state.held[Tier.PEER])
-    hosted: dict[int, dict[int, Artifacts]] = {}
-    for worker, holders in enumerate(placement.holders):
-        for holder in holders:
-            hosted.setdefault(holder, {})[worker] = copy
-    blocks: dict[int, dict[Share, Artifacts]] = {}
-    for group in placement.groups:
-        for index, holder in enumerate(group.holders):
-            blocks.setdefault(holder, {})[Share(index, group.members)] = copy
-    workers = range(len(placement.holders))
-    stored = state.held.get(Tier.REMOTE)
-    problem = RecoveryProblem(
-        ranks=len(workers),
-        ranks_per_worker=1,  # the ranks of a worker share its fate and its holders
-        history=History((Branch(1, 0),)),
-        inventories=[
-            JobInventory(worker, {worker: own}, hosted.get(worker, {}), blocks.get(worker, {}))
-            for worker in workers
-            if worker not in lost
-        ],
-        remote=RemoteInventory(
-            configured=stored is not None,
-            reachable=True,
-            versions=frozenset({Version(stored, 1)} if stored else ()),
-        ),
-        step_seconds=state.step_seconds,
-        last_step=state.newest,
-        groups=placement.groups,
-    )
-    decision = decide_recovery(problem)
-    if isinstance(decision, StartFresh):
-        return ResumePoint(0, {})
-    assert isinstance(decision, Recover)
-    stock = problem.stock
-    needed = {worker: stock.of(decision.version).tier_of(worker, decision.version) for worker in workers}
-    by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
-    return ResumePoint(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
-
-
-def _artifacts(*steps: int) -> Artifacts:
-    """Returns each step as a snapshot, even if a chain leads to it: the decision depends on nothing else."""
-    return Artifacts(snapshots=frozenset(Version(step, 1) for step in steps if step))

@@ -11,7 +11,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, expm1
 
@@ -19,7 +19,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
 from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Scenario
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.placement.placement import Placement
+from tiercheck_operator.planning.placement.placement import Holders, Placement
 from tiercheck_operator.planning.recovery.availability import (
     Artifacts,
     Availability,
@@ -30,6 +30,7 @@ from tiercheck_operator.planning.recovery.recovery import (
     Recover,
     RecoveryProblem,
     RestoreSeconds,
+    StartFresh,
     decide_recovery,
 )
 
@@ -81,47 +82,108 @@ def _decodable(members: int, gone: tuple[int, ...], blocks: tuple[int, ...]) -> 
     return not Availability(members, 1, _HISTORY, inventories, _NO_REMOTE).lacking(_SOME)
 
 
+@dataclass(frozen=True)
+class HeldSteps:
+    """The steps that a job's tiers hold when something fails."""
+
+    newest: int
+    """The newest step trained."""
+    held: Mapping[Tier, int]
+    """The newest step that is complete in each tier; 0: none is. A tier that the job lacks is not in it."""
+    step_seconds: float
+    planned: bool = False
+    """True if the job is only a plan, so that its steps are invented, from the middle of its life."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The step that training resumes from, and the tiers needed for it."""
+
+    step: int
+    """The step; 0: from scratch."""
+    workers: Mapping[Tier, tuple[int, ...]]
+    """The workers by the farthest tier that each needs; empty if training begins from scratch."""
+
+    @property
+    def farthest(self) -> Tier | None:
+        """Returns the farthest tier that any rank needs; None: training begins from scratch."""
+        return list(self.workers)[-1] if self.workers else None
+
+
+def find_resume_point(placement: Placement, state: HeldSteps, lost: Collection[int]) -> ResumePoint:
+    """Finds the comeback if the workers `lost` vanish with their memory; none: the training crashes."""
+    problem = _problem(placement.holders, placement.groups, state, lost)
+    decision = decide_recovery(problem)
+    if isinstance(decision, StartFresh):
+        return ResumePoint(0, {})
+    assert isinstance(decision, Recover)
+    workers, stock = range(problem.ranks), problem.stock
+    needed = {worker: stock.of(decision.version).tier_of(worker, decision.version) for worker in workers}
+    by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
+    return ResumePoint(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
+
+
 @lru_cache(maxsize=65536)
 def find_fallback(
     *,
     lost: bool,
     survives: bool,
-    own: int,
-    peer: int | None,
-    remote: int | None,
+    behind: tuple[tuple[Tier, int], ...],
     step_seconds: float,
     restore: RestoreSeconds,
 ) -> tuple[Tier, int] | None:
     """Returns the tier and the lost steps that a recovery decides on; None: from scratch.
 
-    `own`, `peer` and `remote` are how many steps behind the newest each tier is; None: it has nothing. One
-    worker represents all that survive and one all that are lost, because the decision depends only on what
-    each rank can rebuild.
-    """
-    newest = 1 + max(own, peer or 0, remote or 0)
-    history, survivor, victim = _HISTORY, 0, 1
-    held = {Version(newest - own, 1)} | (set() if peer is None else {Version(newest - peer, 1)})
-    copy = Artifacts(snapshots=frozenset() if peer is None else frozenset({Version(newest - peer, 1)}))
-    mine = Artifacts(snapshots=frozenset(held))
-    inventories = [JobInventory(survivor, {survivor: mine}, {victim: copy} if survives else {})]
-    if not lost:
-        inventories.append(JobInventory(victim, {victim: mine}))
-    stored = frozenset() if remote is None else frozenset({Version(newest - remote, 1)})
-    decision = decide_recovery(
-        RecoveryProblem(
-            ranks=2,
-            ranks_per_worker=1,
-            history=history,
-            inventories=inventories,
-            remote=RemoteInventory(remote is not None, True, stored),
-            step_seconds=step_seconds,
-            last_step=newest,
-            restore_seconds=restore,
-        )
-    )
+    `behind`: how many steps each tier is behind the newest; one that has nothing is left out. One worker
+    represents all that survive and one all that are lost, because the decision depends only on what each rank
+    can rebuild.
+    """  # fmt: skip
+    newest = 1 + max(steps for _, steps in behind)
+    state = HeldSteps(newest, {tier: newest - steps for tier, steps in behind}, step_seconds)
+    problem = _problem(((), (0,) if survives else ()), (), state, {1} if lost else ())
+    decision = decide_recovery(replace(problem, restore_seconds=restore))
     if not isinstance(decision, Recover):
         return None
     return [tier for tier in Tier if tier in decision.tier_counts][-1], decision.lost_steps
+
+
+def _problem(
+    holders: Holders, groups: Sequence[CodeGroup], state: HeldSteps, lost: Collection[int]
+) -> RecoveryProblem:
+    copy = _artifacts(state.held.get(Tier.PEER, 0))
+    own = _artifacts(state.held[Tier.LOCAL], state.held.get(Tier.PEER, 0))
+    hosted: dict[int, dict[int, Artifacts]] = {}
+    for worker, keepers in enumerate(holders):
+        for keeper in keepers:
+            hosted.setdefault(keeper, {})[worker] = copy
+    blocks: dict[int, dict[Share, Artifacts]] = {}
+    for group in groups:
+        for index, keeper in enumerate(group.holders):
+            blocks.setdefault(keeper, {})[Share(index, group.members)] = copy
+    stored = state.held.get(Tier.REMOTE)
+    return RecoveryProblem(
+        ranks=len(holders),
+        ranks_per_worker=1,  # the ranks of a worker share its fate and its holders
+        history=_HISTORY,
+        inventories=[
+            JobInventory(worker, {worker: own}, hosted.get(worker, {}), blocks.get(worker, {}))
+            for worker in range(len(holders))
+            if worker not in lost
+        ],
+        remote=RemoteInventory(
+            configured=stored is not None,
+            reachable=True,
+            versions=frozenset({Version(stored, 1)} if stored else ()),
+        ),
+        step_seconds=state.step_seconds,
+        last_step=state.newest,
+        groups=groups,
+    )
+
+
+def _artifacts(*steps: int) -> Artifacts:
+    """Returns each step as a snapshot, even if a chain leads to it: the decision depends on nothing else."""
+    return Artifacts(snapshots=frozenset(Version(step, 1) for step in steps if step))
 
 
 SCRATCH = "scratch"
@@ -285,13 +347,13 @@ class JobLife:
             self._empty = frozenset()
         lost = self._bare.union(victims)
         peer = max(self._base, saving.peer(step)) if protected else self._copied
-        remote = saving.remote(step)
+        held = {
+            Tier.LOCAL: max(self._base, saving.local(step)), Tier.PEER: peer, Tier.REMOTE: saving.remote(step)
+        }  # fmt: skip
         outcome = find_fallback(
             lost=bool(lost),
             survives=self._survival.in_memory(lost, self._empty),
-            own=step - max(self._base, saving.local(step)),
-            peer=step - peer if peer else None,
-            remote=step - remote if remote else None,
+            behind=tuple((tier, step - at) for tier, at in held.items() if at or tier is Tier.LOCAL),
             step_seconds=scenario.step_seconds,
             restore=times.restore,
         )

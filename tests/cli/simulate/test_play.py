@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, example, racks
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.explain.what_if import HeldSteps, ResumePoint, find_resume_point
-from tiercheck_cli.simulate.play import SCRATCH, JobLife, Run, Simulation, Survival, exact_ettr, play
+from tiercheck_cli.simulate.play import (
+    SCRATCH,
+    HeldSteps,
+    JobLife,
+    ResumePoint,
+    Run,
+    Simulation,
+    Survival,
+    exact_ettr,
+    find_resume_point,
+    play,
+)
 from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
