@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import FieldCause, Object
@@ -245,13 +244,11 @@ def resources_of(crd: Object) -> list[Resource]:
 def _resource(spec: Object, version: Object) -> Resource:
     names, schema = spec["names"], version["schema"]["openAPIV3Schema"]
     has_status = "status" in (version.get("subresources") or {})
-    fields: list[Any] = version.get("selectableFields") or []
     custom = CustomVersion(
         schema=schema,
         rules=Rules(schema),
         columns=tuple(version.get("additionalPrinterColumns") or ()),
         has_status=has_status,
-        selectable=frozenset(field["jsonPath"].removeprefix(".") for field in fields),
     )
     return Resource(
         group=spec["group"],

@@ -199,7 +199,6 @@ def budget_status(budget: Object, pods: list[Object]) -> Object:
 
 
 DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS, LEASES)
-_FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 
 class GarbageCollector(WokenController):
@@ -216,7 +215,6 @@ class GarbageCollector(WokenController):
         await self._collect_pods()
         for resource, item in list(self._owned()):
             await self._collect(resource, item)
-        await self._finish_deletions()
 
     def _owned(self) -> Iterator[tuple[ApiResource, Object]]:
         for resource, cache in self._caches.items():
@@ -240,12 +238,8 @@ class GarbageCollector(WokenController):
             return True
         if not cache.synced:
             return True  # its first list wakes this controller
-        owner = cache.objects.get(reference["uid"])
-        if owner is not None:
-            waits = owner["metadata"].get("deletionTimestamp") and _FOREGROUND in owner["metadata"].get(
-                "finalizers", []
-            )
-            return not waits
+        if reference["uid"] in cache.objects:
+            return True
         # The dependent may be newer than what the owners' watch has shown, so the server is asked.
         found = await self._client.find(cache.resource, namespace, reference["name"])
         return found is not None and found["metadata"]["uid"] == reference["uid"]
@@ -270,33 +264,6 @@ class GarbageCollector(WokenController):
         except ApiFailure as failure:
             log.warning("owners of kind %s: %s", key, failure)
             self._owners[key] = None
-
-    async def _finish_deletions(self) -> None:
-        """Removes foreground-deleted owners after their last dependent; orphans the dependents of others."""
-        for cache in list(self._owners.values()):
-            for owner in list(cache.objects.values()) if cache is not None else []:
-                finalizers = owner["metadata"].get("finalizers") or []
-                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(
-                    finalizers
-                ):
-                    continue
-                uid = owner["metadata"]["uid"]
-                left = [
-                    (r, item)
-                    for r, item in self._owned()
-                    if uid in {o["uid"] for o in item["metadata"]["ownerReferences"]}
-                ]
-                if _ORPHAN in finalizers:
-                    for resource, item in left:
-                        owners = [o for o in item["metadata"]["ownerReferences"] if o["uid"] != uid]
-                        await self._client.patch_as_read(
-                            resource, item, {"metadata": {"ownerReferences": owners}}
-                        )
-                elif left:
-                    continue
-                assert cache is not None
-                kept = [name for name in finalizers if name not in {_FOREGROUND, _ORPHAN}]
-                await self._client.patch_as_read(cache.resource, owner, {"metadata": {"finalizers": kept}})
 
     async def _collect_pods(self) -> None:
         names = {node["metadata"]["name"] for node in self._nodes.objects.values()}

@@ -201,9 +201,7 @@ def selection(target: Target, query: Mapping[str, str]) -> Predicate:
     if query.get("labelSelector"):
         terms.append(label_predicate(query["labelSelector"]))
     if query.get("fieldSelector"):
-        custom = target.resource.custom
-        selectable = custom.selectable if custom else frozenset()
-        terms.append(field_predicate(query["fieldSelector"], target.resource.collection, selectable))
+        terms.append(field_predicate(query["fieldSelector"], target.resource.collection))
     if target.name:
         terms.append(lambda value: value["metadata"]["name"] == target.name)
     return lambda value: all(term(value) for term in terms)
@@ -294,11 +292,14 @@ def _delete_options(query: Mapping[str, str], body: Any) -> DeleteOptions:
     body = body if isinstance(body, dict) else {}
     grace = body.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
     preconditions = body.get("preconditions") or {}
+    if (body.get("propagationPolicy") or query.get("propagationPolicy") or "Background") != "Background":
+        raise bad_request(
+            "the laptop cluster deletes dependents in the background only: use --cascade=background"
+        )
     return DeleteOptions(
         grace_seconds=int(grace) if grace is not None else None,
         uid=preconditions.get("uid"),
         resource_version=preconditions.get("resourceVersion"),
-        propagation=body.get("propagationPolicy") or query.get("propagationPolicy"),
         dry_run=bool(body.get("dryRun")) or "dryRun" in query,
     )
 

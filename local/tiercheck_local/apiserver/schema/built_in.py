@@ -286,12 +286,6 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
         _secret_defaults(new)
         if new["type"] != old["type"]:
             return [FieldCause("type", f'Invalid value: "{new["type"]}": field is immutable')]
-    if collection in ("/secrets", "/configmaps") and old.get("immutable"):
-        return [
-            FieldCause(field, "Forbidden: field is immutable when `immutable` is set", "FieldValueForbidden")
-            for field in ("data", "immutable")
-            if new.get(field) != old.get(field)
-        ]
     if collection == "/services":
         old_ip = old["spec"].get("clusterIP")
         new_ip = new["spec"].setdefault("clusterIP", old_ip)

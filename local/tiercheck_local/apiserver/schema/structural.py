@@ -249,7 +249,6 @@ class CustomVersion:
     rules: Rules
     columns: tuple[Object, ...]
     has_status: bool
-    selectable: frozenset[str]
 
     def accept(self, value: Object) -> tuple[Object, list[str]]:
         """Returns `value` pruned and with defaults, and the paths of the fields that were unknown."""

@@ -59,7 +59,6 @@ class DeleteOptions:
     grace_seconds: int | None = None
     uid: str | None = None
     resource_version: str | None = None
-    propagation: str | None = None
     dry_run: bool = False
 
 
@@ -163,16 +162,13 @@ class ApiObjects:
             raise errors.forbidden("namespaces", "", key[1], "this namespace may not be deleted")
         metadata = dict(old["metadata"])
         self._check_preconditions(resource, key[1], metadata, options)
-        finalizers = _with_propagation(list(metadata.get("finalizers") or []), options.propagation)
         grace = _grace_seconds(resource, old, options)
         held = resource.collection == "/namespaces" and not _spec_finalized(old)
-        waits = bool(finalizers) or grace > 0 or held
+        waits = bool(metadata.get("finalizers")) or grace > 0 or held
         if options.dry_run:
             return old, not waits
         if not waits:
             return self._remove(resource, key, old), True
-        if finalizers:
-            metadata["finalizers"] = finalizers
         already = metadata.get("deletionGracePeriodSeconds") if "deletionTimestamp" in metadata else None
         if already is None or grace < already:
             metadata["deletionTimestamp"] = rfc3339(time.time() + grace)
@@ -393,14 +389,6 @@ def _is_finalized(namespace: Object) -> bool:
 
 def _spec_finalized(namespace: Object) -> bool:
     return not namespace.get("spec", {}).get("finalizers")
-
-
-def _with_propagation(finalizers: list[str], propagation: str | None) -> list[str]:
-    """Returns the finalizers that direct the garbage collector's handling of dependents."""
-    wanted = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}.get(propagation or "")
-    if propagation:
-        finalizers = [f for f in finalizers if f not in ("foregroundDeletion", "orphan") or f == wanted]
-    return [*finalizers, wanted] if wanted and wanted not in finalizers else finalizers
 
 
 def _grace_seconds(resource: Resource, pod: Object, options: DeleteOptions) -> int:

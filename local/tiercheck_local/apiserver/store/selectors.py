@@ -118,7 +118,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 }  # fmt: skip
 
 
-def field_predicate(text: str, collection: str, selectable: frozenset[str] = frozenset()) -> Predicate:
+def field_predicate(text: str, collection: str) -> Predicate:
     """Returns a predicate. Raises ApiError 400 for a field that this collection cannot be selected by."""
     terms = []
     for part in filter(None, text.split(",")):
@@ -126,7 +126,7 @@ def field_predicate(text: str, collection: str, selectable: frozenset[str] = fro
         if not found:
             raise bad_request(f"invalid selector: {text!r}; can't understand {part!r}")
         path, operator, value = found[1].strip(), found[2], found[3].strip()
-        known = {"metadata.name", "metadata.namespace"} | _FIELDS.get(collection, frozenset()) | selectable
+        known = {"metadata.name", "metadata.namespace"} | _FIELDS.get(collection, frozenset())
         if path not in known:
             raise bad_request(f"field label not supported: {path}")
         terms.append((path, operator == "!=", value))

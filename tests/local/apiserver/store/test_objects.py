@@ -141,18 +141,6 @@ def test_finalizer_holds_deletion_until_it_is_removed(api: Api, core: str) -> No
     assert api.call("GET", f"{core}/configmaps/a")[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("policy", "finalizer"), [("Foreground", "foregroundDeletion"), ("Orphan", "orphan")]
-)
-def test_propagation_leaves_work_for_the_garbage_collector(
-    api: Api, core: str, policy: str, finalizer: str
-) -> None:
-    api.create(f"{core}/configmaps", config_map("a"))
-    api.delete(f"{core}/configmaps/a", {"propagationPolicy": policy})
-    assert api.get(f"{core}/configmaps/a")["metadata"]["finalizers"] == [finalizer]
-    api.json_patch(f"{core}/configmaps/a", [{"op": "remove", "path": "/metadata/finalizers"}])
-
-
 def test_collection_can_be_deleted_by_label(api: Api, core: str) -> None:
     api.create(f"{core}/configmaps", config_map("a", {"app": "x"}))
     api.create(f"{core}/configmaps", config_map("b", {"app": "y"}))
