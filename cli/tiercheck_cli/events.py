@@ -39,6 +39,12 @@ TIERS = ("local", "peer", "remote")
 """The tiers, nearest first."""
 
 
+def count_ranks(tiers: Mapping[str, int]) -> str:
+    """Returns how many ranks came back from where, nearest first: "3 local, 1 peer"."""
+    sources = ("local", "peer", "parity", "remote")  # parity is part of the peer tier
+    return ", ".join(f"{tiers[source]} {source}" for source in sources if tiers.get(source)) or "from scratch"
+
+
 def _read_tiers(raw: Mapping[str, Any]) -> dict[str, int]:
     return {tier: int(raw.get(tier) or 0) for tier in TIERS}
 
@@ -82,12 +88,6 @@ class PastRecovery:
         return next(
             (tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if self.tiers.get(tier.value)), None
         )
-
-    @property
-    def sources(self) -> str:
-        """Returns the ranks by tier, as "6 local, 2 peer", or "from scratch"."""
-        named = [f"{self.tiers[tier]} {tier}" for tier in TIERS if self.tiers.get(tier)]
-        return ", ".join(named) or "from scratch"
 
 
 def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
@@ -153,8 +153,8 @@ def _of_recovery(entry: PastRecovery) -> TimelineEntry:
         at=entry.ended or 0.0,
         kind="Recovery",
         reason="Recovered",
-        message=f"attempt {entry.attempt} after {entry.cause}: back at step {entry.step} ({entry.sources}), "
-        f"{lost} lost, {short(entry.total)} in all",
+        message=f"attempt {entry.attempt} after {entry.cause}: back at step {entry.step} "
+        f"({count_ranks(entry.tiers)}), {lost} lost, {short(entry.total)} in all",
     )
 
 

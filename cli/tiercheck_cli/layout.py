@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,10 +128,7 @@ def made_up_nodes(shape: str) -> Nodes:
 
 def left_out(nodes: Sequence[ClusterNode]) -> str:
     """Returns how many nodes are not used, and why; empty: all are used."""
-    reasons: dict[str, int] = {}
-    for node in nodes:
-        if node.unusable:
-            reasons[node.unusable] = reasons.get(node.unusable, 0) + 1
+    reasons = Counter(node.unusable for node in nodes if node.unusable)
     parts = [f"{count} of {len(nodes)} nodes left out: {why}" for why, count in reasons.items()]
     return "; ".join(parts)
 

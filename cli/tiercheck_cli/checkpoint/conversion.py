@@ -104,17 +104,12 @@ def _checkpointer_state(saved: Saved) -> _State:
 
     for name, tensor in saved.tensors.items():
         top, _, rest = name.partition("/")
-        if top == "model":
-            nested["model"][rest] = _nothing(tensor)
-            stored[f"model.{rest}"] = tensor
-        elif top.startswith("optimizer"):
+        path: tuple[str, ...] = (top, rest)
+        if top.startswith("optimizer"):
             parameter, _, key = rest.rpartition("/")
-            of = nested.setdefault(optimizer(int(top.removeprefix("optimizer"))), {"state": {}})
-            of["state"].setdefault(parameter, {})[key] = _nothing(tensor)
-            stored[f"{optimizer(int(top.removeprefix('optimizer')))}.state.{parameter}.{key}"] = tensor
-        else:
-            nested.setdefault(top, {})[rest] = _nothing(tensor)
-            stored[f"{top}.{rest}"] = tensor
+            path = (optimizer(int(top.removeprefix("optimizer"))), "state", parameter, key)
+        set_element(nested, path, _nothing(tensor))
+        stored[".".join(path)] = tensor
     for fact in facts:
         for index, described in enumerate(fact["optimizers"]):
             of = nested.setdefault(optimizer(index), {"state": {}})
@@ -178,7 +173,6 @@ class Incoming:
     """The facts about the optimizer (`capture.Inventory`); None: weights only."""
     model_extra: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    """The script's own state."""
     left_out: list[str] = field(default_factory=list)
 
 

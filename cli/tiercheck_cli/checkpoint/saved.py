@@ -245,27 +245,14 @@ def slabs(tensor: WholeTensor, most: int = SLAB) -> Iterator[Box]:
 
 def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
     """Returns the elements of the box in row-major order. Raises CannotDo."""
-    size = tensor.itemsize
+    import numpy  # here, as most commands read no tensor
+
+    size, kind = tensor.itemsize, f"V{tensor.itemsize}"
     filled = bytearray(wanted.count * size)
+    target = numpy.ndarray(wanted.shape, kind, filled)
     for chunk, box in tensor.reads(wanted):
-        sources = Part(chunk.box, 0).ranges(box, most=box.count)
-        targets = Part(wanted, 0).ranges(box, most=box.count)
-        begin, end = sources[0][0] * size, sources[-1][1] * size
-        near = saved.slots[chunk.rank].read(chunk.begin + begin, chunk.begin + end)
-        for source, target, count in _together(sources, targets):
-            at = source * size - begin
-            filled[target * size : (target + count) * size] = near[at : at + count * size]
+        ((first, last),) = Part(chunk.box, 0).ranges(box, most=0)
+        near = saved.slots[chunk.rank].read(chunk.begin + first * size, chunk.begin + last * size)
+        strides = [stride * size for stride in chunk.box.strides]
+        target[box.within(wanted)] = numpy.ndarray(box.shape, kind, near, strides=strides)
     return filled
-
-
-def _together(
-    sources: list[tuple[int, int]], targets: list[tuple[int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    """Yields runs of the same elements in both: (first in sources, first in targets, number)."""
-    step = min(sources[0][1] - sources[0][0], targets[0][1] - targets[0][0])
-    cut = (
-        [first + at for first, last in ranges for at in range(0, last - first, step)]
-        for ranges in (sources, targets)
-    )
-    for source, target in zip(*cut, strict=True):
-        yield source, target, step

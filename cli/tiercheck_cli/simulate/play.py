@@ -217,11 +217,9 @@ class Simulation:
 
     def ettr_quantile(self, part: float) -> float:
         """Returns the ETTR that `part` (0 to 1) of the runs does not exceed, interpolated linearly."""
-        ordered = sorted(run.ettr for run in self.runs)
-        where = part * (len(ordered) - 1)
-        low = int(where)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (where - low) * (ordered[high] - ordered[low])
+        import numpy  # here, as most commands simulate nothing
+
+        return float(numpy.quantile([run.ettr for run in self.runs], part))
 
     @property
     def recoveries(self) -> Mapping[str, float]:

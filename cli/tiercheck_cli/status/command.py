@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events import EXACT_WORDS, PastRecovery, recovery_bar
+from tiercheck_cli.events import EXACT_WORDS, PastRecovery, count_ranks, recovery_bar
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import levels_in, node_labels, planned_spec
 from tiercheck_cli.status.view import (
@@ -316,7 +316,7 @@ def _recoveries(view: StatusView, width: int) -> Group:
     for entry in shown:
         table.add_row(
             Text(entry.cause),
-            Text(entry.sources),
+            Text(count_ranks(entry.tiers)),
             Text(_number(entry.step)),
             Text(_number(entry.lost_steps)),
             Text(short(entry.total)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tiercheck_cli.events import EXACT_WORDS
+from tiercheck_cli.events import EXACT_WORDS, count_ranks
 from tiercheck_cli.plan.command import new_figure, remove_frame, svg_of
 from tiercheck_cli.terminal import PHASES, short
 from tiercheck_local.demo.record import FaultRecord, RunRecord
@@ -27,8 +27,6 @@ HEADINGS = (
     "#", "What failed", "Back from", "To\nstep", "Steps\nlost", "Resume", "Detect", "Restore", "Next\nstep",
     "Total",
 )  # fmt: skip
-_TIERS = ("local", "peer", "parity", "remote")
-"""The tiers, nearest first. Parity is part of the peer tier."""
 _FAULT, _RUN, _REFERENCE, _AGAIN = "#D55E00", "#1c1f23", "#bfbfbf", "#f8e7c0"
 
 _STYLE = """
@@ -223,8 +221,3 @@ def _draw_recoveries(axes: Any, faults: Sequence[FaultRecord]) -> None:
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [loss for _, loss in points]
-
-
-def count_ranks(tiers: Mapping[str, int]) -> str:
-    """Returns how many ranks came back from where, nearest first: "3 local, 1 peer"."""
-    return ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS if tiers.get(tier)) or "from scratch"
