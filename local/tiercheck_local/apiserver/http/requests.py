@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jsonpatch
-import yaml
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import ApiError, Object, bad_request, unsupported_media_type
@@ -183,11 +182,9 @@ class ApiCall:
         try:
             if self.content_type in ("application/json", ""):
                 return json.loads(self.body)
-            if self.content_type in ("application/yaml", "application/apply-patch+yaml"):
-                return yaml.safe_load(self.body)
-        except (ValueError, yaml.YAMLError) as error:
+        except ValueError as error:
             raise errors.bad_request(f"the object provided is unrecognized: {error}") from error
-        raise errors.unsupported_media_type(["application/json", "application/yaml"])
+        raise errors.unsupported_media_type(["application/json"])
 
     @property
     def options(self) -> WriteOptions:

@@ -23,12 +23,6 @@ from celpy.evaluation import CELEvalError
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_operator.model.serialization import parse_amount
 
-_REASONS = {
-    "FieldValueInvalid": "Invalid value: {message}",
-    "FieldValueForbidden": "Forbidden: {message}",
-    "FieldValueRequired": "Required value: {message}",
-    "FieldValueDuplicate": "Duplicate value: {value}",
-}
 _lock = threading.Lock()
 _environment = Environment()
 
@@ -104,16 +98,14 @@ class Rules:
         text = rule["rule"]
         value, old = _needed(rule, value), _needed(rule, old)
         transition = "oldSelf" in text
-        if transition and old is None and not rule.get("optionalOldSelf"):
+        if transition and old is None:
             return
         said = rule.get("message") or f"failed rule: {text}"
         before = _canonical(old) if transition else None
         problem = _problem(text, rule.get("messageExpression"), said, _canonical(value), before)
         if problem is not None:
             at = path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").removeprefix(".")
-            reason = rule.get("reason", "FieldValueInvalid")
-            shown = _REASONS[reason].format(value=_shown(value), message=problem)
-            yield FieldCause(at or "<nil>", shown, reason)
+            yield FieldCause(at or "<nil>", f"Invalid value: {problem}")
 
 
 def _needed(rule: Object, value: Any) -> Any:
@@ -186,11 +178,3 @@ _KNOWN: dict[int, tuple[Object, bool]] = {}
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return '"object"'
-    if isinstance(value, list):
-        return '"array"'
-    return json.dumps(value, ensure_ascii=False)
