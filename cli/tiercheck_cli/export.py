@@ -134,7 +134,10 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add_object("job.yaml", lambda: job)
     found.add_object("placement.yaml", lambda: cluster.placement_object(job) or {})
     found.add_object("events.yaml", lambda: cluster.events(job))
-    found.add_object("nodes.yaml", lambda: [_node(node) for node in _nodes_of(cluster, pods)])
+    used = {(pod.get("spec") or {}).get("nodeName") for pod in pods}
+    found.add_object(
+        "nodes.yaml", lambda: [_node(each) for each in cluster.nodes() if each["metadata"]["name"] in used]
+    )
     for pod in pods:
         found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(clean(pod))
     for pod in _most_useful_pods(pods):
@@ -175,11 +178,6 @@ def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], 
     saved = cluster.placement(job)
     members = worker_views(pods, saved.holders() if saved else {}, Topology.build({}, ()))
     return status_view(job, now, members)
-
-
-def _nodes_of(cluster: Cluster, pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    wanted = {(pod.get("spec") or {}).get("nodeName") for pod in pods}
-    return [node for node in cluster.nodes() if node["metadata"]["name"] in wanted]
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Faults:
         self._cluster.api.evict("default", pod)
 
     def drain_pod(self, pod: str) -> None:
-        """Evicts a pod as `kubectl drain` does, retrying while a budget forbids it. Raises GaveUp."""
+        """Evicts a pod as `kubectl drain` does, retrying while a budget forbids it. Raises WaitTimeout."""
 
         def evicted() -> bool:
             try:

@@ -40,7 +40,7 @@ class WaitTimeout(AssertionError):
 def wait_for(
     condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
 ) -> T:
-    """Returns the first truthy `condition()`, polled ten times a second. Raises GaveUp with `explain()`."""
+    """Returns the first truthy `condition()`, polled every 0.1 s. Raises WaitTimeout with `explain()`."""
     end = time.monotonic() + deadline
     while True:
         result = condition()
@@ -118,7 +118,7 @@ class RunningCluster:
         return self.directory / "logs"
 
     def start(self) -> None:
-        """Returns when every node is Ready. Cleans up if it raises ControlPlaneFailed or GaveUp."""
+        """Returns when every node is Ready. Cleans up if it raises ControlPlaneFailed or WaitTimeout."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.failpoints is not None:
             self.failpoints.mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ class RunningCluster:
 
     def start_controllers(self) -> None:
         arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace)]
-        command = ["-m", "tiercheck_local.controllers", *arguments]
+        command = ["-m", "tiercheck_local.controllers.manager", *arguments]
         self._controllers = self._start("controllers", command, lifeline=True)
 
     def start_agent(self, name: str) -> None:
@@ -217,7 +217,7 @@ class RunningCluster:
         return self.api.list(PODS, namespace, labels)
 
     def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
-        """Returns the first truthy `condition()` in `deadline` seconds. Raises GaveUp with `explain()`."""
+        """Does as the function of that name, and explains a timeout by the state of the cluster."""
         return wait_for(condition, deadline, what, self.explain)
 
     def explain(self) -> str:

@@ -136,7 +136,7 @@ class JobStage(ABC):
     def wait(
         self, what: str, condition: Callable[[Mapping[str, Any]], object], seconds: float
     ) -> Mapping[str, Any]:
-        """Returns the first status for which `condition` holds. Raises GaveUp with the current state."""
+        """Returns the first status for which `condition` holds. Raises WaitTimeout with the current state."""
 
         def look() -> tuple[Mapping[str, Any]] | None:
             status = self.status

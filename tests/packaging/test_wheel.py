@@ -80,8 +80,8 @@ def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> Non
     guide = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
     assert (unpacked / "tiercheck_cli" / "troubleshooting.md").read_text() == guide
     code = (
-        f"import sys; sys.path[:0] = [{str(unpacked)!r}]; from tiercheck_cli.status.view import find_entry; "
-        "print(find_entry('RemoteForbidden').advice)"
+        f"import sys; sys.path[:0] = [{str(unpacked)!r}]; from tiercheck_cli.status.view import guide; "
+        "print(guide()['RemoteForbidden'].advice)"
     )
     assert run_isolated(code).startswith("Allow ")
 

@@ -49,14 +49,13 @@ class GuideEntry:
         return _PLACEHOLDER.sub(lambda word: named[word[0]], text)
 
 
-def find_entry(reason: str) -> GuideEntry | None:
-    """Returns the item about a reason; None if the guide of this version has none."""
-    return _entries().get(reason)
-
-
 @functools.cache
-def _entries() -> dict[str, GuideEntry]:
-    conditions = _text().partition("\n## Events\n")[0]
+def guide() -> dict[str, GuideEntry]:
+    """Returns the guide's items by the reason that each is about."""
+    packed = resources.files("tiercheck_cli").joinpath("troubleshooting.md")
+    # In a checkout the guide is among the docs.
+    unpacked = Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md"
+    conditions = (packed if packed.is_file() else unpacked).read_text().partition("\n## Events\n")[0]
     found: dict[str, GuideEntry] = {}
     for item in _ITEM.finditer(conditions):
         found.setdefault(item[1], GuideEntry(_plain(item[2] or "Nothing.")))
@@ -74,14 +73,6 @@ def _pod(job: str, message: str) -> str:
 def _plain(text: str) -> str:
     """Returns `text` in one line, without Markdown."""
     return " ".join(_LINK.sub(r"\1", re.sub(r"\*\*([^*]*)\*\*", r"\1", text)).replace("`", "").split())
-
-
-def _text() -> str:
-    packed = resources.files("tiercheck_cli").joinpath("troubleshooting.md")
-    if packed.is_file():
-        return packed.read_text()
-    # In a checkout the guide is among the docs.
-    return (Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -296,7 +287,7 @@ def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
     found: dict[str, Attention] = {}
     for condition in (job.get("status") or {}).get("conditions") or []:
         reason, message = str(condition.get("reason") or ""), str(condition.get("message") or "")
-        entry = find_entry(reason)
+        entry = guide().get(reason)
         since = _since(condition.get("lastTransitionTime"), now)
         if entry is None or reason in found or not entry.calls_for_action(since or 0.0):
             continue

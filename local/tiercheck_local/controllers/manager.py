@@ -1,19 +1,31 @@
-"""Does what kube-controller-manager does: node life cycle, disruption budgets, garbage collection.
+"""Does what kube-controller-manager does (node life cycle, disruption budgets, garbage collection).
 
 An owner's kind is watched from when the first dependent names it.
+`python -m tiercheck_local.controllers.manager` runs all of it in one process, and the scheduler.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from tiercheck_local import controlplane, markers
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_local.controllers.scheduler import is_finished, ready_status, toleration
+from tiercheck_local.controllers.scheduler import (
+    Scheduler,
+    is_finished,
+    ready_status,
+    toleration,
+    with_condition,
+)
+from tiercheck_local.node.agent import LEASE_NAMESPACE
 from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
@@ -94,8 +106,7 @@ class NodeLifecycle:
             "lastHeartbeatTime": now,
             "lastTransitionTime": now,
         }
-        others = [c for c in (node.get("status") or {}).get("conditions") or [] if c["type"] != "Ready"]
-        await self._patch_node(node, {"status": {"conditions": [*others, unknown]}}, "status")
+        await self._patch_node(node, {"status": {"conditions": with_condition(node, unknown)}}, "status")
 
     async def _replace_taints(self, node: Object, gone: set[str], added: list[Object]) -> None:
         kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in gone]
@@ -113,13 +124,10 @@ class NodeLifecycle:
         for pod in list(self._pods.objects.values()):
             if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
                 continue
-            not_ready = [
-                {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": rfc3339(time.time())}
-                if c["type"] == "Ready"
-                else c
-                for c in pod["status"]["conditions"]
-            ]
-            change = {"status": {"conditions": not_ready}}
+            (ready,) = (each for each in pod["status"]["conditions"] if each["type"] == "Ready")
+            now = rfc3339(time.time())
+            lost = {**ready, "status": "False", "reason": "NodeLost", "lastTransitionTime": now}
+            change = {"status": {"conditions": with_condition(pod, lost)}}
             await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
     async def _evict(self, node: Object) -> None:
@@ -277,3 +285,67 @@ class GarbageCollector(WokenController):
             if lost or never_bound:
                 log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
                 await self._client.delete_as_read(PODS, pod, grace=0)
+
+
+async def serve(kubeconfig: Path, grace: float) -> bool:
+    """Runs until it is stopped; returns whether that was because its parent process is gone."""
+    async with Client.of(kubeconfig) as client:
+        return await controlplane.run_until_stopped(_control(client, grace))
+
+
+async def _control(client: Client, grace: float) -> None:
+    async with asyncio.TaskGroup() as tasks:
+
+        def changed(kind: str, item: Object) -> None:
+            scheduler.wake()
+            disruption.wake()
+            if kind != "MODIFIED" or item["metadata"].get("deletionTimestamp"):
+                garbage.wake()
+
+        def synced() -> None:
+            for controller in (scheduler, garbage, disruption):
+                controller.wake()
+
+        def dependent_changed(*_: object) -> None:
+            garbage.wake()
+            disruption.wake()
+
+        def renewed(kind: str, _: Object) -> None:
+            if kind != "MODIFIED":  # as nodes renew theirs all the time
+                garbage.wake()
+
+        pods = Cache(client, PODS, changed, on_sync=synced)
+        nodes = Cache(client, NODES, changed, on_sync=synced)
+        scheduler = Scheduler(client, pods, nodes)
+        lifecycle = NodeLifecycle(client, nodes, pods, grace)
+        leases = Cache(client, LEASES, lifecycle.lease_changed, namespace=LEASE_NAMESPACE)
+        others = {
+            kind: Cache(client, kind, renewed if kind == LEASES else dependent_changed, on_sync=synced)
+            for kind in DEPENDENTS
+            if kind != PODS
+        }
+        disruption = Disruption(client, pods, others[DISRUPTION_BUDGETS])
+        garbage = GarbageCollector(client, tasks, {PODS: pods, **others}, nodes)
+        for cache in (pods, nodes, leases, *others.values()):
+            tasks.create_task(cache.run())
+        for controller in (scheduler, lifecycle, disruption, garbage):
+            tasks.create_task(controller.run())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tiercheck_local.controllers.manager", description=__doc__
+    )
+    parser.add_argument("--kubeconfig", required=True, type=Path)
+    parser.add_argument(
+        "--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable"
+    )
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    orphaned = asyncio.run(serve(given.kubeconfig, given.grace))
+    if orphaned and markers.CLUSTER in os.environ:
+        markers.remove(os.environ[markers.CLUSTER])
+
+
+if __name__ == "__main__":
+    main()

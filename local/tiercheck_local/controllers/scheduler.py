@@ -99,6 +99,12 @@ def ready_status(item: Item) -> str:
     return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")
 
 
+def with_condition(item: Item, condition: Object) -> list[Object]:
+    """Returns the conditions of a node or a pod with `condition` in place of the one of its type."""
+    conditions = (item.get("status") or {}).get("conditions") or []
+    return [*(each for each in conditions if each["type"] != condition["type"]), condition]
+
+
 def requests(pod: Item) -> Counter[str]:
     """Returns the pod's requests: main containers and sidecars, or the largest init container if more."""
     running: Counter[str] = Counter()
@@ -288,8 +294,7 @@ class Scheduler(WokenController):
             "message": message,
             "lastTransitionTime": before.get("lastTransitionTime") or rfc3339(time.time()),
         }
-        others = [c for c in conditions if c["type"] != "PodScheduled"]
-        change: Object = {"status": {"conditions": [*others, condition]}}
+        change: Object = {"status": {"conditions": with_condition(pod, condition)}}
         await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
 

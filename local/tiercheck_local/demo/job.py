@@ -259,7 +259,7 @@ class StoryRunner:
         """The recoveries that have ended, by attempt, as the status last had them."""
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-        """Polls the job until `condition` of its status holds. Raises GaveUp."""
+        """Polls the job until `condition` of its status holds. Raises WaitTimeout."""
 
         def look(status: Mapping[str, Any]) -> bool:
             under_way, ended = status.get("recovery") or {}, status.get("lastRecovery")

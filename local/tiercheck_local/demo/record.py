@@ -157,7 +157,7 @@ def run_uninterrupted(
 ) -> tuple[list[Step], Digest | None]:
     """Returns all steps and the final digest of `command` on `ranks` processes.
 
-    `deadline` is in seconds. Raises GaveUp with the end of the output of a rank that failed.
+    `deadline` is in seconds. Raises WaitTimeout with the end of the output of a rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="tiercheck-reference-") as folder:
         logs = Path(folder)

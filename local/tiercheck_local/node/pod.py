@@ -221,7 +221,9 @@ class Pod:
         pause = 0.2
         while True:
             try:
-                self._refuse_missing_images()
+                for each in self._containers:
+                    if NO_IMAGE in each.spec.get("image", ""):
+                        raise _NoImage(each)
                 lookup = await environment.fetch_references(self._client, self.manifest)
                 folders = environment.prepare(self._facts, self._settings.roots, lookup)
                 return {
@@ -234,11 +236,6 @@ class Pod:
             first.wait_with(reason, message)
             await asyncio.sleep(pause)
             pause = min(2.0, pause * 2)
-
-    def _refuse_missing_images(self) -> None:
-        for container in self._containers:
-            if NO_IMAGE in container.spec.get("image", ""):
-                raise _NoImage(container)
 
     def _recipe(
         self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup

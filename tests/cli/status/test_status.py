@@ -10,7 +10,7 @@ import pytest
 from tests.cli import recorded
 from tests.cli.shown import matches, rendered
 from tiercheck_cli.status.command import jobs_table, screen
-from tiercheck_cli.status.view import StatusView, find_entry, status_view, worker_views
+from tiercheck_cli.status.view import StatusView, guide, status_view, worker_views
 from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.topology import PRESETS, Topology
 from tiercheck_sidecar.remote.errors import Reason
@@ -66,7 +66,7 @@ def test_a_job_that_the_operator_has_not_seen_is_shown_too() -> None:
 
 def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide() -> None:
     (attention,) = view().attention
-    entry = find_entry("RemoteForbidden")
+    entry = guide().get("RemoteForbidden")
     assert entry is not None
     assert attention.reason == "RemoteForbidden"
     assert attention.advice == entry.advice
@@ -183,7 +183,7 @@ def test_tiers_that_a_job_lacks_are_not_waited_for_and_no_advice_counts_on_them(
     ],
 )  # fmt: skip
 def test_command_in_an_advice_names_namespace_and_pod(message: str, which: str) -> None:
-    entry = find_entry("SidecarNotAnswering")
+    entry = guide().get("SidecarNotAnswering")
     assert entry is not None
     advice = entry.advise("team-a", "gpt", message, remote=True)
     assert f"kubectl logs -n team-a {which} -c tiercheck-sidecar" in advice
@@ -231,7 +231,7 @@ def test_every_reason_is_explained_with_what_to_do(reason: str) -> None:
     meaning, advice = EXPLAINED[reason]
     assert meaning.endswith(".")
     assert advice.endswith(".")
-    assert find_entry(reason) is not None
+    assert reason in guide()
 
 
 def test_nothing_is_explained_that_cannot_happen() -> None:

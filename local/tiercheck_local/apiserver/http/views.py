@@ -85,19 +85,21 @@ _NAME = (
 _AGE = _column("Age", lambda value: age_of(value["metadata"].get("creationTimestamp")))
 
 
+def _lasting(pod: Object) -> list[Object]:
+    """Returns the main containers and the sidecars."""
+    spec = pod["spec"]
+    sidecars = [each for each in spec.get("initContainers") or [] if each.get("restartPolicy") == "Always"]
+    return [*spec.get("containers", []), *sidecars]
+
+
+def _statuses(pod: Object) -> list[Object]:
+    names, status = {each["name"] for each in _lasting(pod)}, pod.get("status", {})
+    known = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
+    return [each for each in known if each["name"] in names]
+
+
 def _ready(pod: Object) -> str:
-    statuses = [*pod.get("status", {}).get("containerStatuses", []), *_running_sidecars(pod)]
-    wanted = len(pod["spec"].get("containers", [])) + len(_sidecar_names(pod))
-    return f"{sum(bool(status.get('ready')) for status in statuses)}/{wanted}"
-
-
-def _sidecar_names(pod: Object) -> set[str]:
-    return {c["name"] for c in pod["spec"].get("initContainers") or [] if c.get("restartPolicy") == "Always"}
-
-
-def _running_sidecars(pod: Object) -> list[Object]:
-    names = _sidecar_names(pod)
-    return [s for s in pod.get("status", {}).get("initContainerStatuses", []) if s["name"] in names]
+    return f"{sum(bool(each.get('ready')) for each in _statuses(pod))}/{len(_lasting(pod))}"
 
 
 def _pod_status(pod: Object) -> str:
@@ -113,8 +115,7 @@ def _pod_status(pod: Object) -> str:
 
 
 def _restarts(pod: Object) -> str:
-    statuses = [*pod.get("status", {}).get("containerStatuses", []), *_running_sidecars(pod)]
-    return str(sum(status.get("restartCount", 0) for status in statuses))
+    return str(sum(each.get("restartCount", 0) for each in _statuses(pod)))
 
 
 def _node_status(node: Object) -> str:

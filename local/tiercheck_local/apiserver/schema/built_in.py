@@ -53,7 +53,9 @@ def name_faults(collection: str, name: str) -> list[FieldCause]:
 
 def metadata_faults(metadata: Object) -> list[FieldCause]:
     """Returns what is wrong with the rest of the metadata."""
-    return [*_label_faults(metadata), *_annotation_faults(metadata), *_owner_faults(metadata)]
+    keys = metadata.get("annotations") or {}
+    annotations = (fault for key in keys for fault in _key_faults("metadata.annotations", key, any_case=True))
+    return [*_label_faults(metadata), *annotations, *_owner_faults(metadata)]
 
 
 def _label_faults(metadata: Object) -> Iterator[FieldCause]:
@@ -63,11 +65,6 @@ def _label_faults(metadata: Object) -> Iterator[FieldCause]:
             yield FieldCause("metadata.labels", f'Invalid value: "{value}": must be no more than 63 bytes')
         if not _LABEL_VALUE.fullmatch(value):
             yield FieldCause("metadata.labels", f'Invalid value: "{value}": {_LABEL_VALUE_RULE}')
-
-
-def _annotation_faults(metadata: Object) -> Iterator[FieldCause]:
-    for key in metadata.get("annotations") or {}:
-        yield from _key_faults("metadata.annotations", key, any_case=True)
 
 
 def _key_faults(field: str, key: str, any_case: bool = False) -> Iterator[FieldCause]:
@@ -213,10 +210,6 @@ def _secret_defaults(secret: Object) -> None:
         secret["data"] = {**(secret.get("data") or {}), **encoded}
 
 
-def _budget_defaults(budget: Object) -> None:
-    budget["status"] = {"disruptionsAllowed": 0, "currentHealthy": 0, "desiredHealthy": 0, "expectedPods": 0}
-
-
 def _event_defaults(event: Object) -> None:
     for field in ("firstTimestamp", "lastTimestamp", "eventTime"):
         event.setdefault(field, None)
@@ -258,6 +251,7 @@ def _is_base64(text: str) -> bool:
     return True
 
 
+_NO_DISRUPTION = {"disruptionsAllowed": 0, "currentHealthy": 0, "desiredHealthy": 0, "expectedPods": 0}
 _ON_CREATE: dict[str, Callable[[Object], None]] = {
     "/pods": _pod_defaults,
     "/nodes": _node_defaults,
@@ -265,7 +259,7 @@ _ON_CREATE: dict[str, Callable[[Object], None]] = {
     "/services": _service_defaults,
     "/secrets": _secret_defaults,
     "/events": _event_defaults,
-    "policy/poddisruptionbudgets": _budget_defaults,
+    "policy/poddisruptionbudgets": lambda budget: budget.update(status=dict(_NO_DISRUPTION)),
 }
 
 
