@@ -11,7 +11,6 @@ from pathlib import Path
 INSTALL = "in a clone of TierCheck's repository run: pip install '.[{}]'"
 """The way to install: nothing is on a package index yet, where the name is free for any publisher."""
 FAILED = 1
-"""The exit status of failures that have none of their own."""
 USAGE = 2
 """The exit status if the command line or a file given on it is wrong."""
 NOT_FOUND = 3

@@ -119,7 +119,6 @@ def replace_file(path: Path, content: str) -> None:
 
 
 _USUAL = (32_768, 60_999)
-"""The ports that Linux assigns by default."""
 
 
 class NoAddressLeft(RuntimeError):

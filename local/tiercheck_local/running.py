@@ -76,14 +76,12 @@ class RunningCluster:
         self.directory = directory.absolute()
         self.nodes = {node.name: node for node in nodes}
         self.operator: subprocess.Popen[bytes] | None = None
-        """The operator process that was started last."""
         self._operators: list[subprocess.Popen[bytes]] = []
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
         self._kind, self._lease_grace = control_plane, lease_grace
         self._back_off = back_off
         self.cuts = self.directory / "cut-links" if cuttable else None
-        """The file that lists the cut links."""
         self.failpoints = self.directory / "failpoints" if failpoints else None
         """Folder of the files that arm failpoints: <pod>.<container>, and one for each operator replica."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}

@@ -184,7 +184,6 @@ class LaptopStage(JobStage):
         return self.racks()[self.node_of(worker)]
 
     def racks(self) -> dict[str, str]:
-        """Returns the rack of each node."""
         return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
 
     def reports(self) -> dict[int, Report]:

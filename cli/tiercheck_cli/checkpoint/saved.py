@@ -34,8 +34,6 @@ _KEPT = 8
 
 @dataclass
 class SavedArtifact:
-    """One rank's artifact."""
-
     place: str
     size: int
     chunk: int

@@ -140,7 +140,6 @@ def _counts(entry: ProcessForecast) -> dict[str, Any]:
 
 
 def _forecasts(job: Mapping[str, Any]) -> dict[str, ProcessForecast]:
-    """Returns what happens to the processes, by what might fail now."""
     spec, size = read_spec(job["spec"]), (job.get("status") or {}).get("size") or {}
     workers = int(size.get("workers") or spec.workers)
     kinds = {"a process ends": 0, "a pod is lost": 1, "every pod is lost, or the size changes": workers}

@@ -221,7 +221,6 @@ def svg(layout: JobLayout) -> str:
 
 
 def _spots(drawn: Links) -> dict[int, float]:
-    """Returns the angle of each worker, domain after domain."""
     gap = min(_GAP, math.pi / max(1, len(drawn.domains)))
     workers = sum(len(domain.workers) for domain in drawn.domains)
     unit = (2 * math.pi - gap * len(drawn.domains)) / workers

@@ -31,7 +31,6 @@ class Domain:
     parent: str
     """The domain around it at the next wider level with known domains; empty: there is none."""
     nodes: Mapping[str, tuple[int, ...]]
-    """The workers by node, in order."""
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -58,7 +58,6 @@ class AssumedByFile:
     """The keys of an `--assume` file, in camel case there. None: the file does not set it."""
 
     failures: str = "rsc-1"
-    """The name of the published failures to use."""
     node_failures: float | None = None
     """Failures per 1,000 days of a node, the unit of the next field too."""
     process_failures: float | None = None
@@ -68,7 +67,6 @@ class AssumedByFile:
     """The number of the job's pods that are moved or evicted in a day."""
     step_seconds: float | None = None
     state_size: str | None = None
-    """The size of one rank's state."""
     peer_bandwidth: str | None = None
     remote_bandwidth: str | None = None
     detect_seconds: float | None = None
@@ -132,11 +130,9 @@ class Assumptions:
     times: RecoveryTimes
     step_seconds: float
     sources: tuple[str, ...]
-    """The assumptions and their sources, as sentences."""
     moves: float = 0.0
     """The number of the job's pods that are moved or evicted in a day."""
     measured: tuple[str, ...] = ()
-    """The times measured in recoveries, as sentences."""
 
     def rates(self, sites: Sequence[WorkerSite], topology: Topology) -> FailureRates:
         """Returns the rates per hour, for a scenario; those of processes are per worker."""
@@ -231,7 +227,6 @@ def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
 
 
 def _describe_unmeasured(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
-    """Describes times that were not measured, as sentences."""
     restore = times.restore
     return (
         f"a failure is acted on after {times.detect:g} s, a pod is elsewhere after {times.replace:g} s "

@@ -87,7 +87,6 @@ class HeldSteps:
     """The steps that a job's tiers hold when something fails."""
 
     newest: int
-    """The newest step trained."""
     held: Mapping[Tier, int]
     """The newest step that is complete in each tier; 0: none is. A tier that the job lacks is not in it."""
     step_seconds: float

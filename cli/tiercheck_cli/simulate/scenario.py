@@ -39,7 +39,6 @@ class RecoveryTimes:
     """Seconds of each part of a recovery."""
 
     detect: float = 5.0
-    """Seconds until the controller acts."""
     restore: RestoreSeconds = field(default_factory=RestoreSeconds)
     """Seconds until every rank has its state, by the farthest tier that any needs."""
     restart: float = 30.0
@@ -137,7 +136,6 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     DOMAIN: ("DomainLost",),
     ALL: ("AllPodsLost",),
 }  # fmt: skip
-"""The causes of a status, by kind."""
 _KINDS = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
 KINDS = tuple(CAUSES)
 """The kinds of failure, from the smallest loss to the largest.
@@ -175,7 +173,6 @@ class MeasuredTimes:
     times: RecoveryTimes
     """The times by `KINDS`; `for_levels` gives them a simulation's names."""
     counts: Mapping[str, int]
-    """The number of recoveries by kind."""
     derived: tuple[str, ...]
     """The sources of the parts that none of the recoveries measured, as sentences."""
 

@@ -147,7 +147,6 @@ _PHASES = {
 }  # fmt: skip
 _RECOVERIES = 5
 _BAR = 24
-"""The number of columns of the longest recovery's bar."""
 
 
 def screen(view: StatusView, width: int, wide: bool = False) -> Group:

@@ -91,7 +91,6 @@ class TierView:
     """The step of the last proof that all ranks can restore from here; None: there is none."""
     proof_age_seconds: float | None = None
     configured: bool = True
-    """True if the job has this tier."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,7 @@ class RestoreView:
     """A restore under way, of all workers together."""
 
     bytes: int
-    """Bytes that are restored."""
     wanted: int
-    """Bytes to restore, as far as is known."""
     bytes_per_second: float | None
     """The average since the attempt was decided; None: not known."""
 
@@ -155,9 +152,7 @@ class StatusView:
     """The current activity, as a sentence; empty while the job trains."""
     attempt: Annotated[int, At("status.attempt")] = 0
     workers: Annotated[int, At("status.size.workers")] = 0
-    """The number of workers that the job has now."""
     wanted_workers: Annotated[int, At("spec.workers")] = 0
-    """The number of workers that the spec asks for."""
     procs_per_worker: Annotated[int, At("spec.procsPerWorker")] = 1
     age_seconds: Annotated[float | None, INTERNAL] = None
     step: Annotated[int | None, At("status.progress.step")] = None
@@ -297,7 +292,6 @@ def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
 
 
 def _has_tier(name: str, spec: Mapping[str, Any]) -> bool:
-    """Returns whether the job asks for this tier."""
     tiers = spec.get("tiers") or {}
     if name == "remote":
         return bool(tiers.get("remote"))

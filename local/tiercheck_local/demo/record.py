@@ -231,7 +231,6 @@ class FaultRecord:
     what: str
     """A sentence for users: "a node dies"."""
     target: str
-    """A description of what was hit."""
     injected_at: float
     detected_at: float
     restored_at: float
@@ -239,9 +238,7 @@ class FaultRecord:
     resumed_at: float
     """The time when the first step of the new attempt ended."""
     attempt: int
-    """The attempt that this recovery led to."""
     restarted: int
-    """The number of processes that were started anew."""
     restored_step: int
     lost_steps: int
     tiers: Mapping[str, int]
@@ -249,7 +246,6 @@ class FaultRecord:
     rank_sources: Sequence[str] = ()
     """The source of each rank, in order: "own memory", "worker 2 (rack b)", "S3"."""
     reason: str = ""
-    """The controller's reason for choosing this version."""
     cause: str = ""
     exact: str = ""
     """The result of comparing the steps trained again, as in status.lastRecovery; empty: not known."""
@@ -282,7 +278,6 @@ class RunRecord:
 
     title: str
     machine: str
-    """A description of the machine."""
     started: float
     """Unix seconds."""
     ended: float
@@ -291,7 +286,6 @@ class RunRecord:
     steps: Sequence[Step]
     """The steps in the order in which they were trained."""
     faults: Sequence[FaultRecord]
-    """The failures in the order in which they were injected."""
     reference: Sequence[Step]
     digest: Digest | None
     reference_digest: Digest | None

@@ -139,7 +139,6 @@ def page(records: Sequence[RunRecord]) -> str:
 
 
 def _section(record: RunRecord) -> str:
-    """Returns the section of one run: what failed, the figure, the digests."""
     verdict, kind = ("Bitwise equal", "") if record.verdict.equal else ("Not equal", " bad")
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in HEADINGS)
     names = [heading.replace("\n", " ") for heading in HEADINGS]

@@ -228,7 +228,6 @@ class Agent:
 
 
 def _micro_time() -> str:
-    """Returns the current time as metav1.MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

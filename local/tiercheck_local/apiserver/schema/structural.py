@@ -184,7 +184,6 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCa
 
 
 def _count_faults(count: int, schema: Object, path: str, what: str) -> Iterator[FieldCause]:
-    """Checks the number of items or properties (`what`)."""
     most, least = (schema.get(f"{bound}{what.title()}") for bound in ("max", "min"))
     if most is not None and count > most:
         yield FieldCause(path, f"Too many: {count}: must have at most {most} items", "FieldValueTooMany")
