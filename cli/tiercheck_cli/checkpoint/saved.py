@@ -6,7 +6,8 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ class SavedArtifact:
     chunk: int
     fetch: Callable[[int, int], bytes | bytearray]
     """Returns a verified chunk by its number and length. Raises CannotDo."""
-    _kept: dict[int, bytes | bytearray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._chunk = lru_cache(_KEPT)(self._fetched)
         if self.size <= 0 or not 0 < self.chunk <= _MOST_CHUNK:
             raise CannotDo(f"{self.place} cannot have {self.size} bytes in chunks of {self.chunk}")
 
@@ -59,12 +60,8 @@ class SavedArtifact:
             found[low - begin : high - begin] = memoryview(self._chunk(index))[low - start : high - start]
         return memoryview(found)
 
-    def _chunk(self, index: int) -> bytes | bytearray:
-        if index not in self._kept:
-            while len(self._kept) >= _KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[index] = self.fetch(index, min(self.chunk, self.size - index * self.chunk))
-        return self._kept[index]
+    def _fetched(self, index: int) -> bytes | bytearray:
+        return self.fetch(index, min(self.chunk, self.size - index * self.chunk))
 
 
 @dataclass(frozen=True)

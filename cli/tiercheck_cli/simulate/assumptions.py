@@ -22,6 +22,7 @@ from tiercheck_cli.simulate.scenario import (
     RecoveryTimes,
     Saving,
     Scenario,
+    describe_restore,
     times_of,
 )
 from tiercheck_operator.model.serialization import parse_quantity
@@ -227,13 +228,11 @@ def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
 
 
 def _describe_unmeasured(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
-    restore = times.restore
     return (
         f"a failure is acted on after {times.detect:g} s, a pod is elsewhere after {times.replace:g} s "
         f"({times.spare:g} s with a spare), the first step comes {times.restart:g} s after the state",
-        f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
-        f"{restore.remote:.3g} s from the remote tier"
-        f"{' (guesses: checkpoint.stateSize is not given)' if guessed else ''}",
+        describe_restore(times.restore)
+        + (" (guesses: checkpoint.stateSize is not given)" if guessed else ""),
     )
 
 

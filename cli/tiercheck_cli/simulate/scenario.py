@@ -198,6 +198,14 @@ def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
     return found
 
 
+def describe_restore(restore: RestoreSeconds) -> str:
+    """Returns the seconds of a restore from each tier, as a sentence."""
+    return (
+        f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
+        f"{restore.remote:.3g} s from the remote tier"
+    )
+
+
 def times_of(
     jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, overrides: Mapping[str, Any], topology: Topology
 ) -> tuple[RecoveryTimes, tuple[str, ...]]:
@@ -221,11 +229,7 @@ def times_of(
             f"{number} x {kind}: noticed after {own.detect:.1f} s{wait}, the first step {own.restart:.1f} s "
             "after the state"
         )
-    restore = times.restore
-    lines.append(
-        f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
-        f"{restore.remote:.3g} s from the remote tier"
-    )
+    lines.append(describe_restore(times.restore))
     assumed = ", ".join(f"{key} {value:g} s" for key, value in overrides.items())
     return times, (*lines, *found.derived, *([f"assumed: {assumed}"] if assumed else []))
 

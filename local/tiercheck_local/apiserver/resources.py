@@ -26,15 +26,12 @@ class Resource:
     subresources: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     singular: str = ""
-    collection: str = ""
-    """The collection of its objects. Two versions of one resource share it."""
     custom: CustomVersion | None = field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        if not self.collection:
-            object.__setattr__(self, "collection", f"{self.group}/{self.plural}")
-        if not self.singular:
-            object.__setattr__(self, "singular", self.kind.lower())
+    @property
+    def collection(self) -> str:
+        """Returns the collection of its objects, which all its versions share."""
+        return f"{self.group}/{self.plural}"
 
     @property
     def api_version(self) -> str:

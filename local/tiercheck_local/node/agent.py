@@ -24,7 +24,7 @@ from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.node.pod import Pod, Settings
-from tiercheck_operator.kubernetes.api_server import LEASES, NAMESPACES, NODES, PODS, ApiFailure
+from tiercheck_operator.kubernetes.api_server import LEASES, NODES, PODS, ApiFailure
 from tiercheck_operator.model.status import parse_time, rfc3339
 
 LEASE_NAMESPACE = "kube-node-lease"
@@ -131,9 +131,6 @@ class Registration(WokenController):
             await self._create_lease()
 
     async def _create_lease(self) -> None:
-        if await self._client.find(NAMESPACES, None, LEASE_NAMESPACE) is None:
-            namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
-            await self._client.apply(namespace)  # another node may be faster
         lease = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",

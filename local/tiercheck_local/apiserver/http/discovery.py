@@ -76,7 +76,7 @@ def resources(registry: Registry, group_name: str, version: str) -> Object | Non
 def _entries(resource: Resource) -> list[Object]:
     main: Object = {
         "name": resource.plural,
-        "singularName": resource.singular,
+        "singularName": resource.singular or resource.kind.lower(),
         "namespaced": resource.namespaced,
         "kind": resource.kind,
         "verbs": _VERBS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from collections.abc import Mapping
@@ -234,12 +233,15 @@ def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView
     found = _selected(objects, target, call)
     version = str(objects.storage.version)
     if call.query.get("continue"):
-        version, after = _opened(call.query["continue"])
-        found = [(key, value) for key, value in found if key > after]
+        try:
+            version, namespace, name = call.query["continue"].split("/")
+        except ValueError as error:
+            raise errors.bad_request("continue key is not valid") from error
+        found = [(key, value) for key, value in found if key > (namespace, name)]
     metadata: Object = {"resourceVersion": version}
     limit = int(call.query.get("limit") or 0)
     if limit and len(found) > limit:
-        metadata["continue"] = _token(version, found[limit - 1][0])
+        metadata["continue"] = "/".join((version, *found[limit - 1][0]))
         if not (call.query.get("labelSelector") or call.query.get("fieldSelector")):
             metadata["remainingItemCount"] = len(found) - limit
         found = found[:limit]
@@ -250,18 +252,6 @@ def _selected(objects: ApiObjects, target: Target, call: ApiCall) -> list[tuple[
     selects = selection(target, call.query)
     items = objects.storage.items(target.resource.collection, target.namespace)
     return [(key, value) for key, value in items if selects(value)]
-
-
-def _token(version: str, key: tuple[str, str]) -> str:
-    return base64.urlsafe_b64encode(json.dumps([version, *key]).encode()).decode()
-
-
-def _opened(token: str) -> tuple[str, tuple[str, str]]:
-    try:
-        version, namespace, name = json.loads(base64.urlsafe_b64decode(token))
-    except ValueError as error:
-        raise errors.bad_request("continue key is not valid") from error
-    return version, (namespace, name)
 
 
 def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCall) -> Object:

@@ -78,7 +78,7 @@ async def stream(
 
 
 class _Encoder:
-    """Turns changes into lines. Whole objects are encoded once for all watchers that see them alike."""
+    """Turns changes into lines for one watcher."""
 
     def __init__(self, view: ResponseView) -> None:
         self._view = view
@@ -100,12 +100,7 @@ class _Encoder:
                 **change.previous,
                 "metadata": {**change.previous["metadata"], "resourceVersion": version},
             }
-        if self._view.as_table:
-            return self.event(kind, shown)
-        key = kind + self._view.name
-        if key not in change.encoded:
-            change.encoded[key] = self.event(kind, shown)
-        return change.encoded[key]
+        return self.event(kind, shown)
 
     def event(self, kind: str, value: Object) -> bytes:
         shown = self._view.one(value, self._headers)

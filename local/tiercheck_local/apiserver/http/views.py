@@ -230,11 +230,6 @@ class ResponseView:
     as_table: bool = False
     include: str = "Metadata"
 
-    @property
-    def name(self) -> str:
-        """Returns a name that is equal for views with the same encoding."""
-        return f"{self.resource.api_version}{self.as_table}{self.include}"
-
     def one(self, value: Object, headers: bool = True) -> Object:
         value = self._versioned(value)
         if self.as_table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Object = dict[str, Any]
@@ -24,8 +24,6 @@ class Change:
     collection: str
     object: Object
     previous: Object | None
-    encoded: dict[str, bytes] = field(default_factory=dict)
-    """Wire forms already made, so that many watchers cost one encoding."""
 
 
 class Expired(Exception):
