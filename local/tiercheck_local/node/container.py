@@ -230,12 +230,12 @@ class Container:
         self.finished = True
         self._changed()
 
-    def lose(self, reason: str) -> None:
+    def lose(self) -> None:
         """Marks the container as ended: its process is dead already, and will not be started again."""
         self._stopping = self.finished = True
         if "terminated" not in self.state:
             started = self.state.get("running", {}).get("startedAt")
-            self.state = _terminated(137, reason, started, "")
+            self.state = _terminated(137, "Error", started, "")
 
     async def _run_once(self, recipe: ContainerRecipe) -> int:
         self.started.clear()

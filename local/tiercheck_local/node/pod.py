@@ -113,25 +113,24 @@ class Pod:
 
     def vanish(self) -> None:
         """Ends everything of the pod, as its API object is gone."""
-        self._abandon()
         if self._ending is not None and self._ending is not asyncio.current_task():
             self._ending.cancel()
-        markers.kill(markers.POD, self._place())
-        for container in self._containers:
-            container.lose("Error")
+        self._kill()
         self._publisher.stop()
-        self._settings.roots.remove(self.uid)
 
     def lose(self, reason: str, message: str) -> None:
         """Kills everything of the pod at once, memory included; the pod has failed."""
-        self._abandon()
-        markers.kill(markers.POD, self._place())
-        for container in self._containers:
-            container.lose("Error")
-        self._settings.roots.remove(self.uid)
+        self._kill()
         if not self._situation.over:
             self._situation.over, self._situation.failure = True, (reason, message)
         self._changed()
+
+    def _kill(self) -> None:
+        self._abandon()
+        markers.kill(markers.POD, self._place())
+        for container in self._containers:
+            container.lose()
+        self._settings.roots.remove(self.uid)
 
     def _container(self, spec: Object, kind: ContainerKind) -> Container:
         whose = f"{self.name}_{self.namespace}({self.uid})"

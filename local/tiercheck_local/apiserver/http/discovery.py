@@ -15,11 +15,6 @@ VERSION: Object = {
     "major": "1",
     "minor": "33",
     "gitVersion": "v1.33.0+tiercheck-local",
-    "gitCommit": "",
-    "gitTreeState": "",
-    "buildDate": "1970-01-01T00:00:00Z",
-    "goVersion": "",
-    "compiler": "",
     "platform": "linux/amd64",
 }
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]

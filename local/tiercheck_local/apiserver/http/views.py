@@ -21,7 +21,7 @@ Column = tuple[Object, Cell]
 def table(
     resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True
 ) -> Object:
-    """Returns a meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
+    """Returns a meta.k8s.io/v1 Table. `include` is Metadata or Object, as the client asked."""
     columns = _columns(resource)
     return {
         "kind": "Table",
@@ -35,8 +35,6 @@ def table(
 
 
 def _included(value: Object, include: str) -> Object:
-    if include == "None":
-        return {}
     if include == "Object":
         return {"object": value}
     partial = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": value["metadata"]}
