@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterable
@@ -124,7 +123,7 @@ class Faults:
     def kill_all_pods(self) -> None:
         """Kills all processes of all pods, with their memory; the nodes live and report Failed pods."""
         for name in self._cluster.nodes:
-            agent = self._cluster.agent(name)
+            agent = self._cluster.agents[name]
             if agent.poll() is None:
                 agent.send_signal(LOSE_EVERY_POD)
         markers.kill(markers.POD, self._cluster.id)
@@ -142,27 +141,26 @@ class Faults:
     def kill_node(self, *names: str) -> None:
         """Simulates a power loss: each node's agent, processes and memory are gone at once, unreported."""
         for name in names:
-            self._cluster.agent(name).kill()
+            self._cluster.agents[name].kill()
         for name in names:
             markers.kill(markers.POD, markers.place(self._cluster.id, name))
         for name in names:
-            self._cluster.agent(name).wait()
-            shutil.rmtree(self._cluster.memory_folder(name), ignore_errors=True)
-            shutil.rmtree(self._cluster.scratch_folder(name), ignore_errors=True)
+            self._cluster.agents[name].wait()
+            self._cluster.settings(name).roots.remove_all()
 
     def revive_node(self, name: str) -> None:
         """Restores power after `kill_node`: the node is empty, and Ready again soon."""
-        if self._cluster.agent(name).poll() is None:
+        if self._cluster.agents[name].poll() is None:
             raise TargetNotFound(f"node {name} is not down")
         self._cluster.start_agent(name)
 
     def partition_node(self, name: str) -> None:
         """Stops a node's agent (a partition, or a dead kubelet); its pods go on and reach each other."""
-        self._cluster.agent(name).send_signal(signal.SIGSTOP)
+        self._cluster.agents[name].send_signal(signal.SIGSTOP)
 
     def heal_node(self, name: str) -> None:
         """Ends `partition_node`."""
-        self._cluster.agent(name).send_signal(signal.SIGCONT)
+        self._cluster.agents[name].send_signal(signal.SIGCONT)
 
     def cordon_node(self, name: str, cordoned: bool = True) -> None:
         """Does what `kubectl cordon` / `uncordon` does."""

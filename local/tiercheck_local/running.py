@@ -85,7 +85,7 @@ class RunningCluster:
         self.failpoints = self.directory / "failpoints" if failpoints else None
         """Folder of the files that arm failpoints: <pod>.<container>, and one for each operator replica."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
         self._api: ApiServer | None = None
         self._octet: Octet | None = None
@@ -140,7 +140,7 @@ class RunningCluster:
         if self._octet is None:
             return
         controllers = [self._controllers] if self._controllers is not None else []
-        started = [*self._operators, *controllers, *self._agents.values()]
+        started = [*self._operators, *controllers, *self.agents.values()]
         for process in started:
             process.terminate()
         markers.kill(markers.POD, markers.place(self.id, ""))
@@ -165,22 +165,22 @@ class RunningCluster:
 
     def start_agent(self, name: str) -> None:
         """Starts (again) the agent of one node, without the memory and processes of its earlier run."""
+        command = ["-m", "tiercheck_local.node.agent", to_json(self.settings(name)).decode()]
+        self.agents[name] = self._start(f"node-{name}", command, lifeline=True)
+
+    def settings(self, node: str) -> Settings:
+        """Returns the settings of a node's agent, with the folders of its pods."""
         assert self._octet is not None
-        settings = Settings(
-            node=self.nodes[name],
+        return Settings(
+            node=self.nodes[node],
             cluster=self.id,
             kubeconfig=str(self.kubeconfig),
             directory=str(self.directory),
-            address_prefix=f"127.{self._octet.value}.{self._numbers[name]}",
+            address_prefix=f"127.{self._octet.value}.{self._numbers[node]}",
             back_off=self._back_off,
             cuts=str(self.cuts) if self.cuts is not None else None,
             failpoints=str(self.failpoints) if self.failpoints is not None else None,
         )
-        command = ["-m", "tiercheck_local.node.agent", to_json(settings).decode()]
-        self._agents[name] = self._start(f"node-{name}", command, lifeline=True)
-
-    def agent(self, name: str) -> subprocess.Popen[bytes]:
-        return self._agents[name]
 
     def start_operator(
         self, env: Mapping[str, str] | None = None, replica: str = "operator"
@@ -205,11 +205,8 @@ class RunningCluster:
 
     def memory_folder(self, node: str, pod_uid: str = "") -> Path:
         """Returns the folder of the memory volumes of a node's pods, or of one pod."""
-        folder = markers.folders(self.id)[0] / node
-        return folder / pod_uid[:13] if pod_uid else folder
-
-    def scratch_folder(self, node: str) -> Path:
-        return markers.folders(self.id)[1] / node
+        roots = self.settings(node).roots
+        return roots.of_pod(pod_uid)[0] if pod_uid else roots.memory
 
     def pods(self, labels: str = "", namespace: str = "default") -> list[Object]:
         return self.api.list(PODS, namespace, labels)

@@ -45,7 +45,7 @@ def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
     cluster.faults.restore_links()
     made.clean_up()
     for name in cluster.nodes:
-        if cluster.agent(name).poll() is not None:
+        if cluster.agents[name].poll() is not None:
             cluster.faults.revive_node(name)
         else:
             cluster.faults.heal_node(name)

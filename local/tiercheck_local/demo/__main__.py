@@ -103,7 +103,15 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
             log = TrainingLog(cluster.logs, f"{play.name}-0-*/trainer.log")
             with Live(console, STEPS, log) as live:
                 faults = _run_story(stage, log, live)
-                reference = reference or _train_unhurt(live, [sys.executable, *command[1:]])
+                if reference is None:
+                    live.say("  now the same training without any failure, to compare ...")
+                    alone = [sys.executable, *command[1:]]
+                    reference = run_uninterrupted(
+                        alone,
+                        WORKERS,
+                        deadline=120.0,
+                        on_step=lambda step: live.count("reference", step.step),
+                    )
             records.append(_record(play, stage, log, faults, reference, started=started))
             cluster.api.delete(JOBS, NAMESPACE, play.name)
         _show(console, records, report)
@@ -130,13 +138,6 @@ def _run_story(stage: LaptopStage, log: TrainingLog, live: Live) -> list[FaultRe
 
 
 Reference = tuple[list[Step], Digest | None]
-
-
-def _train_unhurt(live: Live, command: list[str]) -> Reference:
-    live.say("  now the same training without any failure, to compare ...")
-    return run_uninterrupted(
-        command, WORKERS, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
-    )
 
 
 def _record(

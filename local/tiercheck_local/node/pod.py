@@ -123,7 +123,7 @@ class Pod:
         self._kill()
         if not self._situation.over:
             self._situation.over, self._situation.failure = True, (reason, message)
-        self._changed()
+        self._publisher.changed()
 
     def _kill(self) -> None:
         self._abandon()
@@ -135,7 +135,7 @@ class Pod:
     def _container(self, spec: Object, kind: ContainerKind) -> Container:
         whose = f"{self.name}_{self.namespace}({self.uid})"
         return Container(
-            spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off)
+            spec, kind, self.ip, self._publisher.changed, pod=whose, back_off=BackOff(self._settings.back_off)
         )
 
     @property
@@ -154,9 +154,6 @@ class Pod:
     def _abandon(self) -> None:
         for task in self._supervision:
             task.cancel()
-
-    def _changed(self) -> None:
-        self._publisher.changed()
 
     def _status(self, previous: Object) -> dict[str, Any]:
         return pod_status(self._situation, previous, rfc3339(time.time()))
@@ -186,7 +183,7 @@ class Pod:
                 await self._finish()
                 return
         self._situation.initialized = True
-        self._changed()
+        self._publisher.changed()
         runs = [self._spawn(container.run(recipes[container.name], policy)) for container in self._mains]
         await asyncio.gather(*runs)
         await self._finish()
@@ -196,7 +193,7 @@ class Pod:
         grace = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
         await self._stop_sidecars(time.monotonic() + grace)
         self._situation.over = True
-        self._changed()
+        self._publisher.changed()
 
     async def _terminate(self, grace: float) -> None:
         self._abandon()
@@ -205,7 +202,7 @@ class Pod:
         await asyncio.gather(*(container.stop(grace) for container in active))
         await self._stop_sidecars(deadline)
         self._situation.over = True
-        self._changed()
+        self._publisher.changed()
         await self._publisher.drained()
         self._settings.roots.remove(self.uid)
         await self._client.delete(PODS, self.namespace, self.name, uid=self.uid, grace=0)
