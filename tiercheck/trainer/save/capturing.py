@@ -152,7 +152,11 @@ class Capturing:
         """Lists the state, and copies at once what may change before the next update: buffers, user blob."""
         inventories, state = self._trained.inventories, self._trained.state
         inventory = inventories.take()
-        facts = {**inventory.facts, **inventories.facts_of_step(inventory.alike is None), TRAINING: self.training}
+        facts = {
+            **inventory.facts,
+            **inventories.facts_of_step(inventory.alike is None),
+            TRAINING: self.training,
+        }
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
         if found := inventories.attributes.changed_unsaved():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write, write_count
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write
 
 ALWAYS = 64 * 1024
 """Bytes. The largest buffer that is always carried."""
