@@ -290,9 +290,7 @@ class JobLoop:
         named = "" if UNREADABLE in self._raw else f"{type(error).__name__}: "
         why = f"The job cannot be understood, and is left alone: {named}{error}"[:500]
         log.warning("%s: %s", self.named, why)
-        about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
-        about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
-        await self._object_events.warn(about, "NotUnderstood", why)
+        await self._post_warning("NotUnderstood", why)
         told = with_unreadable(self._raw.get("status") or {}, generation, why, self._context.clock())
         patch = {
             "metadata": {"resourceVersion": metadata.get("resourceVersion"), "uid": metadata["uid"]},
@@ -390,6 +388,13 @@ class JobLoop:
             return set()
         return {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
 
+    async def _post_warning(self, reason: str, why: str) -> None:
+        """Posts an Event about the job when its status cannot show the reason."""
+        metadata = self._raw["metadata"]
+        about = {key: metadata[key] for key in ("namespace", "name", "uid")}
+        about |= {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND}
+        await self._object_events.warn(about, reason, why)
+
     async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
         """Writes the status, or returns the seconds until it may be written.
         Raises ApiFailure if the write failed; nothing that depends on it may be done then."""
@@ -411,7 +416,15 @@ class JobLoop:
             "status": merge_patch(old, new),
         }
         failpoint("before-status-write")
-        written = await self._context.kube.patch(JOBS, job.namespace, job.name, patch, subresource="status")
+        try:
+            written = await self._context.kube.patch(
+                JOBS, job.namespace, job.name, patch, subresource="status"
+            )
+        except ApiFailure as error:
+            if error.refused:
+                why = f"The job's status cannot be written, and what depends on it waits: {error}"
+                await self._post_warning("StatusRefused", why)
+            raise
         failpoint("after-status-write")
         self._wrote_progress = now
         if version_in(written) >= version_in(self._raw):

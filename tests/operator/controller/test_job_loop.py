@@ -263,6 +263,24 @@ async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_els
     assert (kube.pods_made, sum("/services/" in call.path for call in kube.did("POST"))) == (3, 3)
 
 
+async def test_refused_status_is_an_event_of_the_job() -> None:
+    class NoStatus(StandIn):
+        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+            if method == "PATCH" and path.endswith("/status"):
+                raise ApiFailure(422, "the policy frozen-status denies it")
+            return super().call(method, path, body)
+
+    kube = NoStatus(new_job())
+    loop = JobLoop(new_job(), surroundings(kube))
+    for _ in range(3):
+        with pytest.raises(ApiFailure, match="frozen-status"):
+            await loop._reconcile()
+    assert [(each["reason"], each["involvedObject"]["uid"]) for each in kube.events] == [
+        ("StatusRefused", "u")
+    ]
+    assert "frozen-status" in kube.events[0]["message"]
+
+
 async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_it_says_so() -> None:
     """A queue may hold thousands of them."""
     job = new_job()

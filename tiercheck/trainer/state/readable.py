@@ -142,8 +142,8 @@ def object_to_record(value: Any) -> Apart:
 
 def attributes_of_object(value: object) -> dict[str, Any]:
     """Returns the attributes of an object, those in slots too."""
-    slots = _slots(type(value)).items()
-    held = {name: each.__get__(value) for name, each in slots if hasattr(value, name)}
+    kind: Any = type(value)
+    held = {name: each.__get__(value) for name, each in _slots(kind).items() if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})}
 
 
