@@ -198,7 +198,6 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
 
 
 def _text(value: object) -> str:
-    """Returns a foreign text, cut to a readable length."""
     return str(value or "")[:_LONGEST_TEXT]
 
 

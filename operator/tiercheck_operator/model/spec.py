@@ -164,7 +164,6 @@ class JobSpec:
     interrupt_seconds: Annotated[float, At("recovery"), As(_read_interrupt)] = 5.0
     """Seconds in which ranks must leave their step for their processes to stay; 0: all restart."""
     max_restarts: Annotated[int, At("failurePolicy.maxRestarts")] = 10
-    """The limit for restarts that count."""
     ttl_seconds: Annotated[float | None, At("ttlSecondsAfterFinished")] = None
     eviction_hold: Annotated[float | None, At("disruptionBudget"), As(_read_eviction_hold)] = 600.0
     """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
@@ -190,7 +189,6 @@ class JobSpec:
     sidecar_resources: Annotated[
         Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)
     ] = field(default_factory=dict)
-    """The sidecar's requests and limits from the user."""
     sidecar_env: Annotated[tuple[Mapping[str, Any], ...], At("sidecar.env"), As(tuple)] = ()
     """Environment variables of the sidecar, in the form of a container's `env`."""
     attach: Attach | None = None

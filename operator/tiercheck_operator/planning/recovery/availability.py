@@ -185,7 +185,6 @@ class Availability:
         return None
 
     def _owners(self, bit: int) -> int:
-        """Returns how many ranks have that snapshot in their own memory."""
         return sum(bool(snapshots & bit) for snapshots, _ in self._own)
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:

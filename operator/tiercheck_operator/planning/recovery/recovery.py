@@ -56,7 +56,6 @@ class RecoveryProblem:
     bad: Collection[Artifact] = ()
     """The artifacts of which every copy is useless."""
     groups: Sequence[CodeGroup] = ()
-    """The parity groups of the placement."""
 
     @property
     def stock(self) -> ResizedStock:

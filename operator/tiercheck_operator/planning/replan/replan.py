@@ -203,15 +203,11 @@ def _worthwhile(
 
 def _gain(old: PlacementScore, new: PlacementScore) -> tuple[int, ...]:
     """Returns the change of each field, most important first; smaller is better."""
-    near = tuple(b - a for a, b in zip(old.near, new.near, strict=True))
-    return (
-        new.bare - old.bare,
-        new.lacking - old.lacking,
-        *near,
-        new.unfit - old.unfit,
-        new.overload - old.overload,
-        new.surplus - old.surplus,
+    was, will = (
+        (score.bare, score.lacking, *score.near, score.unfit, score.overload, score.surplus)
+        for score in (old, new)
     )
+    return tuple(after - before for before, after in zip(was, will, strict=True))
 
 
 def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> list[list[int]]:
