@@ -152,7 +152,8 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def _draw_before_fetch(self, loop: Any) -> None:
         """Puts random numbers back before the first batch is fetched: a dataset may draw to augment it."""
         loop.__dict__.pop("_on_before_fetch", None)  # of an attempt that ended before it
-        begin = loop._on_before_fetch
+        if (begin := getattr(loop, "_on_before_fetch", None)) is None:
+            return  # another release of Lightning: the first hook of the batch does it
 
         def on_before_fetch() -> None:
             loop.__dict__.pop("_on_before_fetch", None)
