@@ -75,7 +75,7 @@ class Grows(nn.Module):
         if not hasattr(self, "seen"):
             self.register_buffer("seen", None, persistent=self.persistent)
         seen = self.seen if isinstance(self.seen, Tensor) else torch.ones(1, WIDTH)
-        self.seen = torch.cat([seen, x.detach()])
+        self.seen = torch.cat([seen, x.detach()]).detach().requires_grad_(seen.requires_grad)
         done: Tensor = self.layer(x) * self.seen.mean(0)
         return done
 
@@ -86,6 +86,7 @@ BUFFERS: dict[str, Callable[[], nn.Module]] = {
     "grows from nothing": lambda: Grows(torch.empty(0, WIDTH)),
     "made in the first forward": lambda: Grows(None),
     "registered in the first forward": lambda: Grows(None, register=True),
+    "requires a gradient": lambda: Grows(torch.ones(2, WIDTH).requires_grad_()),
     "not persistent": lambda: Grows(torch.ones(2, WIDTH), persistent=False),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.tensors.samples import Sampler
-from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, write
+from tiercheck.trainer.tensors.tensor_parts import PLAIN, NotCapturable, local_shard, writable, write
 
 ALWAYS = 64 * 1024
 """Bytes. The largest buffer that is always carried."""
@@ -255,7 +255,7 @@ def take_shape(buffer: Tensor, shape: Sequence[int]) -> Tensor:
 
 def take_memory(buffer: Tensor, fresh: Tensor) -> None:
     """Gives a buffer the memory and the shape of a fresh tensor."""
-    with torch.inference_mode(buffer.is_inference()):
+    with writable(buffer):
         buffer.set_(fresh)  # type: ignore[call-overload]
 
 

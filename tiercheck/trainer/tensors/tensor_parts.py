@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -194,8 +194,14 @@ def _is_dense(tensor: Tensor) -> bool:
 def write(target: Tensor, value: Tensor) -> None:
     """Writes every element once: an expanded tensor (`Tensor.expand`) has some many times."""
     once = tuple(slice(None) if stride else slice(0, 1) for stride in target.stride())
-    with torch.inference_mode(target.is_inference()):  # some buffers are made in an evaluation
+    with writable(target):
         target[once].copy_(value[once])
+
+
+def writable(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Returns the mode in which torch allows writes to a tensor: some buffers are made in an evaluation."""
+    # inference_mode(False) would record gradients, also where the caller does not want that.
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 @contextmanager
