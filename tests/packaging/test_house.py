@@ -22,6 +22,7 @@ PARTS = {
 MOST_FILES = 20
 SMALL, MOST_SMALL = 60, 40
 LONGEST_FIRST_LINE = 100
+MOST_FIELDS, MOST_METHODS = 20, 25
 TESTS = {"tiercheck": "", **{part: part.removeprefix("tiercheck_") for part in PARTS if "_" in part}}
 """By part of the product, the folder in tests/ whose rooms are named like its own."""
 ROOMS_OF_THEIR_OWN = {
@@ -128,6 +129,34 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_large_classes_have_their_reason_in_the_design() -> None:
+    large = {
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and (len(set(_fields_of(node))) > MOST_FIELDS or len(list(_methods_of(node))) > MOST_METHODS)
+    }
+    section = (ROOT / "docs/design/029-the-house.md").read_text().partition("**A class has at most")[2]
+    reasons = set(re.findall(r"`(\w+)`", section.partition("\n- ")[0]))
+    assert large == reasons
+
+
+def _fields_of(node: ast.ClassDef) -> Iterator[str]:
+    """Those of a dataclass, and those that methods set."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield each.target.id
+    for each in ast.walk(node):
+        match each:
+            case ast.Attribute(ast.Name("self"), name, ast.Store()):
+                yield name
+
+
+def _methods_of(node: ast.ClassDef) -> Iterator[ast.stmt]:
+    return (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
