@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -215,12 +215,15 @@ class Saver:
                 return
             self._busy_since = time.monotonic()
             try:
-                if isinstance(task, Pending):
-                    self._copy(task)
-                elif isinstance(task, Job):
-                    self._finish(task)
-                else:
-                    task()
+                match task:
+                    case Pending():
+                        self._copy(task)
+                    case Job():
+                        self._finish(task)
+                    case partial():
+                        task()
+                    case _:
+                        assert_never(task)
             except (Cancelled, Measured):
                 pass  # the barrier counted the first; the second is no failure
             except Exception as error:  # invariant: no error of TierCheck stops training

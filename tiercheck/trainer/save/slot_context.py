@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -211,7 +212,7 @@ class Job(ABC):
         self._context.sanity.good(self.pending.step)
 
 
-Message = Callable[[], None] | None
+Message = partial[None] | None
 """A call of the backend that can wait until all copied artifacts are handed over; None ends the thread.
 
 Only the saver thread calls the sidecar, and training does not wait for the reply."""
