@@ -34,7 +34,7 @@ each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman 
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure, twice (about 4 minutes)"
-	@echo "make test       the test suite (about 13 minutes on 2 cores)"
+	@echo "make test       the test suite (about 17 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
 	@echo "make test-torch VERSION=2.6.0  the trainer's tests on that torch, in an environment of its own (a gigabyte; half an hour)"
 	@echo "make coverage   which branches of the pure rooms no test takes; fails below 95 %"
