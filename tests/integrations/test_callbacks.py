@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,52 +159,11 @@ def test_sampler_that_lightning_wraps_for_several_ranks_is_in_the_log(
 
 def test_sampler_that_is_given_its_epoch_goes_on_in_the_order_of_that_epoch(tmp_path: Path) -> None:
     """Lightning sets the epoch after it has made the iterators, which fixes the order of a restored one."""
-    lightning = pytest.importorskip("lightning")
-    from torch.utils.data import DistributedSampler
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    from tiercheck.integrations.lightning import TierCheck
-
-    class Lost(Exception):
-        pass
-
-    class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, lost_at: int, note: Callable[[list[float]], None]) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-            self.lost_at, self.note = lost_at, note
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            if self.global_step == self.lost_at:
-                raise Lost
-            self.note(batch.flatten().tolist())
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    def fit(folder: str, lost_at: int = -1) -> list[list[float]]:
-        data: Any = torch.arange(24.0)[:, None]
-        trainer = lightning.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            callbacks=[TierCheck(folder=tmp_path / folder, every=1)],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-        )
-        drawn: list[list[float]] = []
-        model = Line(lost_at, drawn.append)
-        loader = StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0))
-        if lost_at < 0:
-            trainer.fit(model, loader)
-        else:
-            with pytest.raises(Lost):
-                trainer.fit(model, loader)
-        return drawn
-
-    whole = fit("whole")
-    assert fit("lost", 8) + fit("lost") == whole
+    data: Any = torch.arange(24.0)[:, None]
+    sampler = partial(torch.utils.data.DistributedSampler, data, 1, 0)  # it keeps its epoch
+    whole = batches_seen(tmp_path / "whole", data, sampler())
+    lost = batches_seen(tmp_path / "lost", data, sampler(), 8)
+    assert lost + batches_seen(tmp_path / "lost", data, sampler()) == whole
 
 
 @pytest.mark.parametrize("lost_at", [2, 4])
@@ -210,8 +171,24 @@ def test_dataset_that_draws_goes_on_with_the_numbers_that_it_would_have_drawn(
     tmp_path: Path, lost_at: int
 ) -> None:
     """Without workers a batch is augmented in the training process, before Lightning's first hook for it."""
+
+    class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return index + torch.rand(1)
+
+    data = Noisy()
+    sampler = torch.utils.data.SequentialSampler(data)
+    whole = batches_seen(tmp_path / "whole", data, sampler)
+    lost = batches_seen(tmp_path / "lost", data, sampler, lost_at)
+    assert lost + batches_seen(tmp_path / "lost", data, sampler) == whole
+
+
+def batches_seen(folder: Path, data: Any, sampler: Any, lost_at: int = -1) -> list[list[float]]:
+    """The batches that a LightningModule trains with in two epochs, or until it is lost at a step."""
     lightning = pytest.importorskip("lightning")
-    from torch.utils.data import Dataset, SequentialSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from tiercheck.integrations.lightning import TierCheck
@@ -219,49 +196,32 @@ def test_dataset_that_draws_goes_on_with_the_numbers_that_it_would_have_drawn(
     class Lost(Exception):
         pass
 
-    class Noisy(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return index + torch.rand(1)
+    seen: list[list[float]] = []
 
     class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, lost_at: int, note: Callable[[list[float]], None]) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
-            self.lost_at, self.note = lost_at, note
 
         def training_step(self, batch: Any, _: int) -> Any:
-            if self.global_step == self.lost_at:
+            if self.global_step == lost_at:
                 raise Lost
-            self.note(batch.flatten().tolist())
+            seen.append(batch.flatten().tolist())
             return self.layer(batch).square().mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
 
-    def fit(folder: str, lost_at: int = -1) -> list[list[float]]:
-        torch.manual_seed(0)
-        trainer = lightning.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            callbacks=[TierCheck(folder=tmp_path / folder, every=1)],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-        )
-        drawn: list[list[float]] = []
-        data = Noisy()
-        loader = StatefulDataLoader(
-            data, batch_size=4, sampler=SequentialSampler(data), generator=torch.Generator()
-        )
-        if lost_at < 0:
-            trainer.fit(Line(lost_at, drawn.append), loader)
-        else:
-            with pytest.raises(Lost):
-                trainer.fit(Line(lost_at, drawn.append), loader)
-        return drawn
-
-    whole = fit("whole")
-    assert fit("lost", lost_at) + fit("lost") == whole
+    torch.manual_seed(0)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        callbacks=[TierCheck(folder=folder, every=1)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        logger=False,
+    )
+    loader = StatefulDataLoader(data, batch_size=4, sampler=sampler, generator=torch.Generator())
+    with pytest.raises(Lost) if lost_at >= 0 else contextlib.nullcontext():
+        trainer.fit(Line(), loader)
+    return seen
