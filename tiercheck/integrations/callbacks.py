@@ -1,8 +1,9 @@
-"""Warns of callbacks that keep something that changes, and that no version has."""
+"""Serves all integrations: watches what callbacks keep, and replaces a method for its next call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.plain_attributes import AttributeWatch
@@ -36,3 +37,18 @@ class CallbackWatch:
                     found.rpartition(" ")[2],
                     self._remedy,
                 )
+
+
+def replace_next_call(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Lets the next call of a method call `replacement` instead, with the method before the arguments.
+
+    Does nothing if `owner` lacks the method: other releases of a framework may."""
+    vars(owner).pop(name, None)  # of an attempt that ended before that call
+    if (method := getattr(owner, name, None)) is None:
+        return
+
+    def call_once(*arguments: Any) -> Any:
+        vars(owner).pop(name, None)
+        return replacement(method, *arguments)
+
+    setattr(owner, name, call_once)

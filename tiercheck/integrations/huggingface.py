@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from tiercheck.integrations.callbacks import CallbackWatch
+from tiercheck.integrations.callbacks import CallbackWatch, replace_next_call
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find, reenter
 from tiercheck.trainer.inprocess.steps import refuse_reentry
@@ -182,15 +182,12 @@ class Resumable(_Trainer):  # type: ignore[misc]
         """Lets callbacks begin the epoch as they had, though the Trainer calls them at each start.
 
         At an epoch's begin they draw the numbers that none has drawn yet. In its middle they had begun it."""
-        handler, drawn = self.callback_handler, user_state.random_state()
+        drawn = user_state.random_state()
         is_begun = bool(self._kept["batches"])
         if is_begun or self.args.ignore_data_skip:
             self._drawn = drawn
-        handler.__dict__.pop("on_epoch_begin", None)  # of an attempt that ended before it
-        begin = handler.on_epoch_begin
 
-        def on_epoch_begin(*given: Any) -> Any:
-            del handler.on_epoch_begin
+        def on_epoch_begin(begin: Any, *given: Any) -> Any:
             if self._drawn is None:
                 user_state.set_random_state(drawn)
             progress.load_callbacks()  # `on_train_begin` may have reset them
@@ -199,7 +196,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
                 progress.load_callbacks()
             return control
 
-        handler.on_epoch_begin = on_epoch_begin
+        replace_next_call(self.callback_handler, "on_epoch_begin", on_epoch_begin)
 
     def _run_epoch(self, *, train_dataloader: Any, epoch: int, steps_in_epoch: int, **named: Any) -> Any:
         resumed, self._resumed = self._resumed, False

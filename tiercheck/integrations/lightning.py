@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils import prune
 
-from tiercheck.integrations.callbacks import FRAMEWORKS, CallbackWatch
+from tiercheck.integrations.callbacks import FRAMEWORKS, CallbackWatch, replace_next_call
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find, reenter
 from tiercheck.trainer.inprocess.groups import groups
@@ -115,12 +115,11 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
         plain = {key: value for key, value in vars(trainer).items() if isinstance(value, (int, float, str))}
         self._before.append((trainer, plain))
         self._has_begun = False
-        trainer._run_stage = functools.partial(reenter, self._run_stage, trainer)
+        replace_next_call(trainer, "_run_stage", lambda run: reenter(self._run_stage, trainer, run))
         self._restore(trainer)
 
-    def _run_stage(self, trainer: Any) -> None:
+    def _run_stage(self, trainer: Any, run: Callable[[], None]) -> None:
         """Runs what Lightning does from here on, as in a new process if another rank was lost."""
-        vars(trainer).pop("_run_stage", None)
         if self._has_begun:
             trainer.fit_loop = _begin_loops(trainer)
             trainer.training = True
@@ -133,7 +132,7 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             trainer._checkpoint_connector.resume_end()  # waits for the others
         self._has_begun = True
         self._end_batches(trainer)
-        trainer._run_stage()
+        run()
 
     def _restore(self, trainer: Any) -> None:
         assert self.checkpointer is not None
@@ -142,38 +141,32 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             # The loaders' iterators draw seeds before the first batch, which they would not have done in
             # mid-epoch.
             self._drawn = user_state.random_state()
-            self._draw_before_fetch(trainer.fit_loop.epoch_loop)
+            # Another release of Lightning may lack it: then the first hook of the batch does it.
+            replace_next_call(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._draw_before_fetch)
             # Made by a LearningRateFinder: only a loader that is made now gets its position.
             loop = trainer.fit_loop
             loop._combined_loader = None
-            loop._load_combined_loader_states = functools.partial(self._load_loaders, loop)
+            replace_next_call(
+                loop, "_load_combined_loader_states", lambda load: self._load_loaders(loop, load)
+            )
             self._forget_ckpt_path(trainer)
 
-    def _draw_before_fetch(self, loop: Any) -> None:
+    def _draw_before_fetch(self, begin: Callable[[], None]) -> None:
         """Puts random numbers back before the first batch is fetched: a dataset may draw to augment it."""
-        loop.__dict__.pop("_on_before_fetch", None)  # of an attempt that ended before it
-        if (begin := getattr(loop, "_on_before_fetch", None)) is None:
-            return  # another release of Lightning: the first hook of the batch does it
-
-        def on_before_fetch() -> None:
-            loop.__dict__.pop("_on_before_fetch", None)
-            if not self.between_epochs:
-                self._put_back_drawn()
-            begin()
-
-        loop._on_before_fetch = on_before_fetch
+        if not self.between_epochs:
+            self._put_back_drawn()
+        begin()
 
     def _put_back_drawn(self) -> None:
         if self._drawn is not None:
             user_state.set_random_state(self._drawn)
             self._drawn = None
 
-    def _load_loaders(self, loop: Any) -> None:
+    def _load_loaders(self, loop: Any, load: Callable[[], None]) -> None:
         """Loads positions after samplers have their epoch, which Lightning sets when their order is fixed."""
-        vars(loop).pop("_load_combined_loader_states", None)
         for each in loop._combined_loader.flattened:
             sys.modules[type(loop).__module__]._set_sampler_epoch(each, loop.epoch_progress.current.processed)
-        loop._load_combined_loader_states()
+        load()
 
     def _forget_ckpt_path(self, trainer: Any) -> None:
         """Discards what Lightning read of `ckpt_path`, where the first run began. Raises RestoreError."""
