@@ -8,7 +8,8 @@ library.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tiercheck.protocol import names
@@ -96,10 +97,9 @@ def build_spare(
     node_memory: pod_settings.NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """Builds a pod as a worker's, but without identity, which it gets later. Raises Unbuildable."""
-    labels = {names.LABEL_SPARE: str(number)}
     name, ports = owned.spare_name(job, number), pod_settings.spare_ports(job.identity, number)
     setup = SidecarSetup(names.SPARE_WORKER, ports, sidecar_image, node_memory)
-    return _build(job, name, labels, _Hosts(avoid_nodes, unwelcome), setup)
+    return _build(job, name, {names.LABEL_SPARE: str(number)}, _Hosts(avoid_nodes, unwelcome), setup)
 
 
 def type_mismatch_message(error: Exception) -> str:
@@ -120,14 +120,16 @@ def unbuildable(job: JobView) -> str:
     return ""
 
 
-def _build(*arguments: Any) -> dict[str, Any]:
+@contextmanager
+def _raise_unbuildable() -> Iterator[None]:
     try:
-        return _made(*arguments)
+        yield
     except Exception as error:  # a field of another type than a Pod's may fail in any way
         raise Unbuildable(type_mismatch_message(error)) from error
 
 
-def _made(
+@_raise_unbuildable()
+def _build(
     job: JobView, name: str, labels: Mapping[str, str], place: _Hosts, setup: SidecarSetup
 ) -> dict[str, Any]:
     spec: dict[str, Any] = _without_nulls(dict(job.spec.template.get("spec") or {}))
