@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 BLUE, ORANGE, GREEN, RED, GREY, INK = "#0072B2", "#D98200", "#008060", "#C8452B", "#8A8F98", "#1C2430"
-"""Trainer, sidecar, storage, failure, waiting: near Okabe and Ito's, so that they differ for everybody."""
+"""Trainer, sidecar, storage, failure, waiting: near Okabe and Ito's, for the colour-blind."""
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 13,
@@ -139,7 +139,7 @@ def recover() -> Figure:
 
 
 def restore() -> Figure:
-    """Nearest source first, every byte verified, nobody begins alone."""
+    """Nearest source first, every byte verified, no rank begins alone."""
     sheet, axes = _sheet("Restore: nearest source first, and nothing unverified is loaded", 50)
     _box(axes, (2, 33, 17, 9), "plan for\none version", INK)
     for place, (text, colour) in enumerate(

@@ -527,7 +527,8 @@ class Checker:
         self.bare_since = self.now if self.bare_since is None else self.bare_since
         if self.told[0] and self.now - self.bare_since > _TOLD:
             self._say(
-                "protected or told", f"for {_TOLD:.0f} s a rank has no copy elsewhere, and Protected is true"
+                "protected or reported",
+                f"for {_TOLD:.0f} s a rank has no copy elsewhere, and Protected is true",
             )
             self.bare_since = self.now
 

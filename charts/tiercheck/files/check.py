@@ -46,7 +46,7 @@ def main() -> str:
         return (
             "no "
             f"{' and no '.join(name.rstrip('{') for name in missing)} in {BASE}/metrics: "
-            "it has heard of no node yet, or this is another program"
+            "it has had no event of a node yet, or this is another program"
         )
     print(*(line for line in metrics.splitlines() if line.startswith(WANTED[0])), sep="\n")
     return ""

@@ -1,4 +1,4 @@
-{{- /* What a schema cannot say, or cannot say well. Every message tells what to do. */ -}}
+{{- /* What a schema cannot say, or cannot say well. Every message says what to do. */ -}}
 {{- define "tiercheck.checks" -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) }}
 {{- fail "\n\nserviceAccount.create is false and serviceAccount.name is empty.\nName the service account that the operator shall use, or let the chart create one.\n" }}

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="steps between snapshots; default: as the job says")
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
-    # Without a GPU it has to be told, or each of several processes would train for itself.
+    # Without a GPU it has to be set, or each of several processes would train for itself.
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     set_seed(0)
     data = TensorDataset(torch.randn(48, 8))

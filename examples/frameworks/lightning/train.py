@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from tiercheck.integrations.lightning import TierCheck
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""What torchrun tells each process, and what holds without it."""
+"""What torchrun sets for each process, and the values without it."""
 
 
 class Small(L.LightningModule):
