@@ -318,14 +318,14 @@ class Fleet:
             own, runs = _kept(step, 3)
             there, away = _kept(copied, 2)
             held = RankHoldings(runs, own, reached=own[-1], copied=away, copied_snapshots=there)
-            word = self.vocabulary.word(WorkerHead("", 1, 0), [(RankOwn(0, (1,)), held)])
+            word = self.vocabulary.build(WorkerHead("", 1, 0), [(RankOwn(0, (1,)), held)])
             self.shapes[key] = word.shapes[0].held.shape(True, (wanted,) if uploaded and wanted else ())
         return self.shapes[key]
 
     def kept(self, step: int) -> Any:
         if step not in self.held:
             copy = HeldCopies(*_kept(step, 2))
-            self.held[step] = self.vocabulary.word(WorkerHead("", 1, 0), [], [((0,), copy)]).copies[0][1]
+            self.held[step] = self.vocabulary.build(WorkerHead("", 1, 0), [], [((0,), copy)]).copies[0][1]
         return self.held[step]
 
     def read(self, text: bytes) -> TierAnswer:

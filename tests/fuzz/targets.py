@@ -338,7 +338,7 @@ def _full(hint: Any) -> Any:
 
 _NEWS = difference(
     None,
-    ReportInterner().word(WorkerHead("u", 1, 0), [(RankOwn(0), RankHoldings())], [((1,), HeldCopies())]),
+    ReportInterner().build(WorkerHead("u", 1, 0), [(RankOwn(0), RankHoldings())], [((1,), HeldCopies())]),
     1,
     0,
 )

@@ -297,10 +297,10 @@ def _peer_mark_of_other_holders() -> list[Patch]:
     real = coordinator.Coordinator._enter
 
     def enter(self: Any, directive: Any) -> None:
-        same, before = directive.attempt == self._attempt, self._standing
+        same, before = directive.attempt == self._attempt, self._watermarks
         real(self, directive)
         if same:
-            self._standing = before
+            self._watermarks = before
 
     return [(coordinator.Coordinator, "_enter", enter)]
 

@@ -267,9 +267,9 @@ class Process:
             return
         report = self.tiers.gather(directive)
         due = self.world.now - self._told_at >= 1.0
-        if report != self.tiers._taken or due or self.state.verdict is None:
-            taken = self.tiers._tell(directive, report)
-            self.tiers._taken = report if taken else None
+        if report != self.tiers._accepted or due or self.state.verdict is None:
+            taken = self.tiers._report(directive, report)
+            self.tiers._accepted = report if taken else None
             self._told_at = self.world.now if taken else self._told_at
         self.note_verdict()
 
@@ -279,19 +279,19 @@ class Process:
             self.seen_verdict = verdict
 
     def _coordinate(self) -> None:
-        verdict = self.coordinator.news() if self.state.config.worker == 0 else None
+        verdict = self.coordinator.next_verdict() if self.state.config.worker == 0 else None
         if verdict is None:
             return
         self.world.record_verdict(self, verdict)
         callers = list(self.coordinator._callers)
         self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])
-        self.coordinator.announced(verdict)
+        self.coordinator.record_sent(verdict)
 
     def handle_update(self, caller: Caller, text: bytes, pod: str) -> list[TierAnswer]:
         """Takes what came on a connection from that pod."""
-        known = dict(self.coordinator._words)
+        known = dict(self.coordinator._reports)
         answers = self.coordinator.replies(caller, self.coordinator.handle_update(caller, text))
-        for worker, word in self.coordinator._words.items():
+        for worker, word in self.coordinator._reports.items():
             if known.get(worker) is not word:
                 self.world.record("counted", pod=pod, attempt=word.head.attempt, held=counted_snapshots(word))
         for each in answers:
@@ -536,11 +536,11 @@ class _Line:
     def close(self) -> None:
         if self._end is not None:
             process, caller = self._end
-            process.coordinator.hang_up(caller)
+            process.coordinator.disconnect(caller)
         self._end = None
         self._coming.clear()
 
-    def tell(self, text: bytes, number: int) -> TierAnswer:
+    def send(self, text: bytes, number: int) -> TierAnswer:
         world = _Line.world
         try:
             other = world.connect(self._config.pod_uid, self.host, 0)

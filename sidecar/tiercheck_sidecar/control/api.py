@@ -186,7 +186,7 @@ class _Line(asyncio.Protocol):
         self.heard_at = self._loop.time()
         try:
             for text in self._messages.feed(data):
-                self._coordinator.post(self._caller, text)
+                self._coordinator.enqueue(self._caller, text)
         except Malformed:
             self._transport.abort()
 
@@ -203,7 +203,7 @@ class _Line(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._coordinator.hang_up(self._caller)
+        self._coordinator.disconnect(self._caller)
         if not self.over.done():
             self.over.set_result(None)
         self._before.connection_lost(error)

@@ -141,7 +141,7 @@ class ReportInterner:
     def __init__(self) -> None:
         self._held, self._kept = _Texts(RankHoldings), _Texts(HeldCopies)
 
-    def word(
+    def build(
         self,
         head: WorkerHead,
         ranks: Iterable[tuple[RankOwn, RankHoldings]],
@@ -157,16 +157,16 @@ class ReportInterner:
             groups.setdefault(self._kept.write(kept), []).append(of)
         return WorkerState(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
 
-    def updated(self, base: WorkerState | None, news: ReportUpdate) -> WorkerState:
+    def updated(self, base: WorkerState | None, update: ReportUpdate) -> WorkerState:
         """Returns the report after an update. Raises UpdateRejected, Malformed."""
-        head = news.head or (base.head if base else None)
+        head = update.head or (base.head if base else None)
         if head is None:
             raise UpdateRejected("it does not begin with a whole report")
         before: Mapping[int, RankState] = base.shapes if base else {}
-        own = _own_now(base.own if base else {}, news)
-        changed = {each.rank for each in news.own} | {each.rank for each in news.uploaded}
+        own = _own_now(base.own if base else {}, update)
+        changed = {each.rank for each in update.own} | {each.rank for each in update.uploaded}
         shapes = dict(before)
-        for group in news.ranks:
+        for group in update.ranks:
             shared, last = self._held.read(bytes(group.held)), None
             for rank in group.ranks:
                 was = before.get(rank)
@@ -183,17 +183,17 @@ class ReportInterner:
         if own.keys() != shapes.keys():
             raise UpdateRejected("it says only half of some rank")
         copies = base.copies if base else ()
-        if news.copies is not None:
-            copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in news.copies)
+        if update.copies is not None:
+            copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in update.copies)
         return WorkerState(head, own, shapes, copies)
 
 
-def _own_now(before: Mapping[int, RankOwn], news: ReportUpdate) -> Mapping[int, RankOwn]:
+def _own_now(before: Mapping[int, RankOwn], update: ReportUpdate) -> Mapping[int, RankOwn]:
     """Returns the facts of each rank after an update; the same object if nothing changed."""
-    if not (news.own or news.uploaded):
+    if not (update.own or update.uploaded):
         return before
-    own = {**before, **{each.rank: each for each in news.own}}
-    for each in news.uploaded:
+    own = {**before, **{each.rank: each for each in update.own}}
+    for each in update.uploaded:
         known = own.get(each.rank)
         if known is None:
             raise UpdateRejected("it says only half of some rank")
@@ -207,32 +207,32 @@ def _shape(shared: Interned[RankHoldings], own: RankOwn | None) -> RankState:
     return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
 
 
-def is_urgent(word: WorkerState, taken: WorkerState | None) -> bool:
+def is_urgent(report: WorkerState, accepted: WorkerState | None) -> bool:
     """Returns whether more than uploads has changed since the last accepted report."""
-    return replace(difference(taken, word, 1, 0), uploaded=()) != ReportUpdate(1)
+    return replace(difference(accepted, report, 1, 0), uploaded=()) != ReportUpdate(1)
 
 
-def difference(base: WorkerState | None, word: WorkerState, number: int, base_number: int) -> ReportUpdate:
-    """Returns the update from `base` to `word`; a full report if `base` is None or of other ranks."""
-    if base is None or base.own.keys() != word.own.keys():
+def difference(base: WorkerState | None, report: WorkerState, number: int, base_number: int) -> ReportUpdate:
+    """Returns the update from `base` to `report`; a full report if `base` is None or of other ranks."""
+    if base is None or base.own.keys() != report.own.keys():
         base = None
     held: dict[Interned[RankHoldings], list[int]] = {}
-    for rank, shape in word.shapes.items():
+    for rank, shape in report.shapes.items():
         if base is None or base.shapes[rank].held is not shape.held:
             held.setdefault(shape.held, []).append(rank)
     own, uploaded = [], []
-    for rank, each in word.own.items():
+    for rank, each in report.own.items():
         before = None if base is None else base.own[rank]
         if before is not None and before.holders == each.holders and before.needs == each.needs:
             if before.uploaded != each.uploaded:
                 uploaded.append(UploadedOf(rank, each.uploaded))
         else:
             own.append(each)
-    copies = None if base is not None and base.copies == word.copies else word.copies
+    copies = None if base is not None and base.copies == report.copies else report.copies
     return ReportUpdate(
         number,
         0 if base is None else base_number,
-        None if base is not None and base.head == word.head else word.head,
+        None if base is not None and base.head == report.head else report.head,
         tuple(HoldingsOf(tuple(ranks), Raw(shared.text)) for shared, ranks in held.items()),
         tuple(own),
         tuple(uploaded),

@@ -133,10 +133,10 @@ class RankTable:
         self._complete = 0
         """All ranks below this number are known."""
 
-    def put(self, word: WorkerState) -> None:
+    def put(self, report: WorkerState) -> None:
         """Replaces the report of its worker. Ranks that it does not name stay as they were."""
         ranks, shapes = self.ranks, self._shapes
-        for rank, shape in word.shapes.items():
+        for rank, shape in report.shapes.items():
             before = ranks.get(rank)
             if before is shape:
                 continue
@@ -144,7 +144,7 @@ class RankTable:
             shapes[shape] = shapes.get(shape, 0) + 1
             if before is not None:
                 shapes[before] -= 1
-        self._keep(word.head.worker, word.copies)
+        self._keep(report.head.worker, report.copies)
 
     def _keep(self, worker: int, copies: tuple[CopyGroup, ...]) -> None:
         before = self._copies.get(worker, ())
@@ -211,22 +211,22 @@ _MOST = 2**53
 _NO_VERSIONS = "it names versions that cannot be"
 
 
-def validate_report(word: WorkerState, directive: Directive, base: WorkerState | None = None) -> str:
+def validate_report(report: WorkerState, directive: Directive, base: WorkerState | None = None) -> str:
     """Returns why the report cannot be true, as a clause; empty if it can.
     `base`, of the same attempt, is valid, so what it shares with the report is not checked again."""
-    procs, head = directive.procs_per_worker, word.head
+    procs, head = directive.procs_per_worker, report.head
     if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
-    if base is None or base.own is not word.own:
-        wrong = _validate_ranks(word, range(head.worker * procs, (head.worker + 1) * procs), base)
+    if base is None or base.own is not report.own:
+        wrong = _validate_ranks(report, range(head.worker * procs, (head.worker + 1) * procs), base)
         if wrong:
             return wrong
-    shared: list[Interned[Any]] = [shape.held for shape in word.shapes.values()]
+    shared: list[Interned[Any]] = [shape.held for shape in report.shapes.values()]
     # Copies may be of ranks that the job had before it became smaller: it continues from those.
-    copies = word.copies if base is None or base.copies is not word.copies else ()
+    copies = report.copies if base is None or base.copies is not report.copies else ()
     if any(not 0 <= rank < _MOST_RANKS for of, _ in copies for ranks in of for rank in ranks):
         return "it keeps copies of ranks that there cannot be"
-    for of, kept in word.copies:
+    for of, kept in report.copies:
         shared += [kept] * len(of)
     many = 0
     for each in shared:
@@ -236,8 +236,8 @@ def validate_report(word: WorkerState, directive: Directive, base: WorkerState |
     return f"it has {many} versions" if many > _MOST_VERSIONS * procs else ""
 
 
-def _validate_ranks(word: WorkerState, own: range, base: WorkerState | None) -> str:
-    for rank, each in word.own.items():
+def _validate_ranks(report: WorkerState, own: range, base: WorkerState | None) -> str:
+    for rank, each in report.own.items():
         if base is not None and base.own.get(rank) is each:
             continue
         if rank not in own:

@@ -83,11 +83,11 @@ def framed(text: bytes) -> bytes:
 class CoordinatorClient:
     """Calls the coordinator, and connects when needed. One thread sends, another one receives."""
 
-    def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
+    def __init__(self, config: SidecarConfig, host: str, on_verdict: Callable[[TierAnswer], None]) -> None:
         """The callback receives the verdicts that are no answers."""
         self.host = host
         """The coordinator's address (`protocol.names.endpoint`)."""
-        self._config, self._heard = config, heard
+        self._config, self._on_verdict = config, on_verdict
         self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
         self._lock = threading.Lock()
         """An SSL connection must not be used by two threads at a time."""
@@ -97,7 +97,7 @@ class CoordinatorClient:
         self._failure: OSError | None = None
         self._asked = self._late = 0
 
-    def tell(self, text: bytes, number: int) -> TierAnswer:
+    def send(self, text: bytes, number: int) -> TierAnswer:
         """Sends the update `number`, and returns the answer.
         Raises CallFailed; AnswerLate if `wait` may still return the answer."""
         try:
@@ -227,7 +227,7 @@ class CoordinatorClient:
 
     def _take(self, answer: TierAnswer) -> None:
         if answer.verdict is not None:
-            self._heard(answer)
+            self._on_verdict(answer)
             return
         with self._answered:
             if answer.to == self._asked:

@@ -27,7 +27,7 @@ from tiercheck_sidecar.versions.report_updates import (
 )
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerState
 from tiercheck_sidecar.versions.tier_line import AnswerLate, CallFailed, CoordinatorClient
-from tiercheck_sidecar.versions.watermark import WorkerEnd, is_final, owes_nothing
+from tiercheck_sidecar.versions.watermark import WorkerEnd, is_all_stored, is_final
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class TierClient:
     ) -> None:
         self._state, self._vault, self._acknowledged, self._uploaded = state, vault, acknowledged, uploaded
         self._line: CoordinatorClient | None = None
-        self._vocabulary = ReportInterner()
+        self._interner = ReportInterner()
         self._base: WorkerState | None = None
         """The last report that the coordinator accepted on this connection, and its number."""
         self._number = 0
@@ -61,47 +61,47 @@ class TierClient:
         self._upload: Version | None = None
         self._received: tuple[int, ...] = ()
         """The newest verdict, and for this worker the upload and the own ranks of it on record."""
-        self._taken: WorkerState | None = None
+        self._accepted: WorkerState | None = None
         """The last report that the coordinator accepted; None after a failed call."""
         self._failing_since: float | None = None
 
     def run(self) -> None:
-        seen, sent_at, spoke_at = -1, 0.0, 0.0
+        seen, sent_at, tried_at = -1, 0.0, 0.0
         while not self._state.stopping:
             directive = self._state.directive
             workers = directive.workers if directive is not None else 1
             longest = heartbeat(workers)
             if directive is not None:
-                word = self.gather(directive)
+                report = self.gather(directive)
                 now = time.monotonic()
                 due = now - sent_at >= longest
-                news = word != self._taken
+                is_new = report != self._accepted
                 if (
-                    news
-                    and now - spoke_at < upload_report_interval(workers)
-                    and not is_urgent(word, self._taken)
+                    is_new
+                    and now - tried_at < upload_report_interval(workers)
+                    and not is_urgent(report, self._accepted)
                 ):
-                    news, longest = False, upload_report_interval(workers)
-                if news or due or self._state.verdict is None:
-                    spoke_at = now
-                    taken = self._tell(directive, word)
-                    self._taken, sent_at = (word, now) if taken else (None, sent_at)
-                    if word.head.final:
+                    is_new, longest = False, upload_report_interval(workers)
+                if is_new or due or self._state.verdict is None:
+                    tried_at = now
+                    is_accepted = self._report(directive, report)
+                    self._accepted, sent_at = (report, now) if is_accepted else (None, sent_at)
+                    if report.head.final:
                         self._state.bump()
             seen = self._state.wait(seen, longest)
-            rest = spoke_at + min_report_interval(workers) - time.monotonic()
+            rest = tried_at + min_report_interval(workers) - time.monotonic()
             self._state.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:
         """Returns the state of this worker at the end of the job."""
-        since, verdict, taken = self._failing_since, self._state.verdict, self._taken
+        since, verdict, taken = self._failing_since, self._state.verdict, self._accepted
         unanswered = None if since is None else time.monotonic() - since
         directive = self._state.directive
         now = None if directive is None else self._look(directive)[0]
         return WorkerEnd(
             final=now is not None and now.final,
             done=now is not None and now.done,
-            told=taken is not None and taken.head.done,
+            accepted=taken is not None and taken.head.done,
             over=verdict is not None and verdict.over,
             unanswered=unanswered,
         )
@@ -142,7 +142,7 @@ class TierClient:
             for place, stock in here.items()
             if place.tier is Tier.PEER
         )
-        return self._vocabulary.word(head, ranks, copies)
+        return self._interner.build(head, ranks, copies)
 
     def _look(self, directive: Directive) -> tuple[WorkerHead, set[Artifact], dict[StockPlace, MemoryStock]]:
         """Returns this worker's state, what is being written, and what is accepted in each place."""
@@ -154,7 +154,7 @@ class TierClient:
         own = [here.get(StockPlace(Tier.LOCAL, rank), NOTHING).snapshots for rank in self._vault.ranks]
         final = is_final(directive, trainer, ending, unfinished)
         newest, last = [max(each, default=None) for each in own], filter(history.accepts, stored)
-        done = final and owes_nothing(newest, max(last, default=None))
+        done = final and is_all_stored(newest, max(last, default=None))
         head = WorkerHead(
             directive.job_uid, directive.attempt, directive.worker, directive.placement, final, done
         )
@@ -168,12 +168,12 @@ class TierClient:
         takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
-    def _tell(self, directive: Directive, word: WorkerState) -> bool:
+    def _report(self, directive: Directive, report: WorkerState) -> bool:
         # At the end the controller may name no coordinator, because its pod has ended according to
         # Kubernetes.
         host = directive.coordinator.host or (self._line.host if self._line else "")
         if not host:
-            self._saw(directive, ConnectionFailure.REFUSED)
+            self._record(directive, ConnectionFailure.REFUSED)
             return False
         if self._line is None or self._line.host != host:
             if self._line is not None:
@@ -181,20 +181,20 @@ class TierClient:
             self._line = CoordinatorClient(self._state.config, host, self._follow)
             self._base = self._unanswered = None
         try:
-            self._say(self._line, word)
+            self._send(self._line, report)
         except CallFailed as error:
             log.debug("the coordinator: %s", error)
             if not isinstance(error, AnswerLate):
                 self._base = self._unanswered = None
-            self._saw(directive, error.how)
+            self._record(directive, error.how)
             return False
-        self._saw(directive, None)
-        shapes = word.shapes.items()
+        self._record(directive, None)
+        shapes = report.shapes.items()
         left_out = {Artifact(rank, each) for rank, shape in shapes for each in shape.held.value.leaving}
         self._state.releases.report_accepted(frozenset(left_out))
         return True
 
-    def _say(self, line: CoordinatorClient, word: WorkerState) -> None:
+    def _send(self, line: CoordinatorClient, report: WorkerState) -> None:
         """Sends a difference, or the full report if that is required. Raises CallFailed."""
         if not line.is_open:
             self._base = self._unanswered = None
@@ -202,9 +202,9 @@ class TierClient:
             self._settle(line.wait())
         for base in (self._base, None):
             self._number += 1
-            self._unanswered = word
-            news = difference(base, word, self._number, self._number - 1)
-            answer = self._settle(line.tell(encode(news), self._number))
+            self._unanswered = report
+            update = difference(base, report, self._number, self._number - 1)
+            answer = self._settle(line.send(encode(update), self._number))
             if not answer.whole:
                 break
         if answer.refused:
@@ -212,8 +212,8 @@ class TierClient:
 
     def _settle(self, answer: TierAnswer) -> TierAnswer:
         """Records the answer to the last report."""
-        said, self._unanswered = self._unanswered, None
-        self._base = None if answer.refused else said
+        report, self._unanswered = self._unanswered, None
+        self._base = None if answer.refused else report
         if not answer.refused:
             self._follow(answer)
         return answer
@@ -231,7 +231,7 @@ class TierClient:
             same = not mine or mine == verdict.received
             self._state.follow(verdict if same else dataclasses.replace(verdict, received=mine))
 
-    def _saw(self, directive: Directive, how: ConnectionFailure | None) -> None:
+    def _record(self, directive: Directive, how: ConnectionFailure | None) -> None:
         """Records the outcome of a call, which counts as a heartbeat.
         The coordinator gets no others, because they would be too many."""
         self._failing_since = None if how is None else self._failing_since or time.monotonic()

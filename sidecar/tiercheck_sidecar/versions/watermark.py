@@ -240,7 +240,7 @@ class WorkerEnd:
     """True if nothing will be added to what it holds."""
     done: bool
     """True if everything that it holds is in the remote tier, or older than what is."""
-    told: bool
+    accepted: bool
     """True if the coordinator has accepted a report that it is done."""
     over: bool
     """True if the coordinator has announced that no more uploads will come."""
@@ -254,7 +254,7 @@ def may_go(end: WorkerEnd) -> bool:
         return False
     if end.over or (end.unanswered is not None and end.unanswered >= GONE):
         return True
-    return end.done and (end.told or end.unanswered is not None)
+    return end.done and (end.accepted or end.unanswered is not None)
 
 
 def is_final(
@@ -269,7 +269,7 @@ def is_final(
     )
 
 
-def owes_nothing(own: Collection[Version | None], stored: Version | None) -> bool:
+def is_all_stored(own: Collection[Version | None], stored: Version | None) -> bool:
     """Returns whether no version newer than `stored` can be uploaded with what is here.
     `own`: each rank's newest snapshot."""
     return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own

@@ -52,7 +52,7 @@ class Far:
         tiers = RankTiers(1, (Span(1, step, step),), (Version(step, 1),), reached=Version(step, 1))
         report = TierReport(JOB_UID, attempt or self.world.attempt, 1, (tiers,))
         try:
-            return self.line.tell(written(report, number), number)
+            return self.line.send(written(report, number), number)
         except AnswerLate:
             return until(self.waited, "an answer")
 
@@ -109,7 +109,7 @@ def test_message_without_end_ends_the_connection_alone(world: World) -> None:
     far, other = Far(world), Far(world)
     far.say(4, 1), other.say(4, 1)
     with pytest.raises(CallFailed):
-        far.line.tell(b"x" * (20 << 20), 2)
+        far.line.send(b"x" * (20 << 20), 2)
     assert other.say(5, 2) == TierAnswer(2)
     assert world.is_ready(0)
     other.line.close()

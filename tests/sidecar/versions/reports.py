@@ -77,7 +77,7 @@ class TierReport:
 
 
 def word_of(report: TierReport, vocabulary: ReportInterner | None = None) -> WorkerState:
-    return (vocabulary or ReportInterner()).word(
+    return (vocabulary or ReportInterner()).build(
         report.head,
         [(each.own, each.held) for each in report.ranks],
         [(each.ranks, HeldCopies(each.snapshots, each.versions)) for each in report.copies],

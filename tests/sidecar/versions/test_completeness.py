@@ -178,7 +178,7 @@ class Wire:
     def __init__(self, pair: Pair, host: str, heard: Callable[[TierAnswer], None]) -> None:
         self._pair, self.host, self._heard, self._caller = pair, host, heard, Caller()
 
-    def tell(self, text: bytes, number: int) -> TierAnswer:
+    def send(self, text: bytes, number: int) -> TierAnswer:
         if self._pair.cut:
             raise CallFailed("connection refused", ConnectionFailure.REFUSED)
         answer = self._pair.coordinator.handle_update(self._caller, text)
@@ -230,14 +230,14 @@ class Pair:
 
     def announced(self) -> Version | None:
         """What everybody is told next."""
-        self.coordinator.news()
+        self.coordinator.next_verdict()
         return told(self.coordinator).watermarks.local
 
     def tell(self) -> None:
-        self.coordinator.news()
+        self.coordinator.next_verdict()
         directive = self.station.state.directive
         assert directive is not None
-        self.tiers._tell(directive, self.tiers.gather(directive))
+        self.tiers._report(directive, self.tiers.gather(directive))
 
     def can_go_back_to(self, step: int) -> bool:
         held = self.station.vault.held()

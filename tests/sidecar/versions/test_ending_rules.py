@@ -24,7 +24,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.report_updates import TierAnswer
-from tiercheck_sidecar.versions.watermark import GONE, WorkerEnd, is_final, may_go, owes_nothing
+from tiercheck_sidecar.versions.watermark import GONE, WorkerEnd, is_all_stored, is_final, may_go
 
 TICK = 0.5
 
@@ -127,7 +127,7 @@ class Model:
             WorkerEnd(
                 final=report.final,
                 done=report.done,
-                told=worker.taken is not None and worker.taken.done,
+                accepted=worker.taken is not None and worker.taken.done,
                 over=worker.verdict is not None and worker.verdict.over,
                 unanswered=None if since is None else self.now - since,
             )
@@ -149,7 +149,7 @@ class Model:
             placement="" if worker.finishing else "holders",
             ranks=(RankTiers(worker.number, snapshots=tuple(sorted(worker.snapshots)), uploaded=uploaded),),
             final=final,
-            done=final and owes_nothing([max(worker.snapshots, default=None)], worker.stored),
+            done=final and is_all_stored([max(worker.snapshots, default=None)], worker.stored),
         )
 
     def _tell(self, worker: Worker) -> None:
@@ -174,7 +174,7 @@ class Model:
         if worker.there and not self._is_lost(worker):
             self._take(worker, answer)
         elif worker.caller is not None:
-            self.coordinator.hang_up(worker.caller)
+            self.coordinator.disconnect(worker.caller)
             worker.caller = None
 
     def _take(self, worker: Worker, answer: TierAnswer) -> None:
@@ -202,10 +202,10 @@ class Model:
             self.coordinator.stored(tuple(self.remote))
         if self.committing is None and (manifest := self.coordinator.manifest()) is not None:
             self.committing = manifest.version, self.now + self.commit_seconds
-        verdict = self.coordinator.news()
+        verdict = self.coordinator.next_verdict()
         self.coordinator.deliver(self.coordinator._to_send({}))
         if verdict is not None:
-            self.coordinator.announced(verdict)
+            self.coordinator.record_sent(verdict)
 
     def _is_lost(self, worker: Worker) -> bool:
         return worker.number != 0 and self.rng.random() < self.losses
@@ -310,12 +310,12 @@ def test_worker_whose_version_is_stored_does_not_wait_for_one_that_still_trains(
 
 
 def end(**more: object) -> WorkerEnd:
-    plain = {"final": True, "done": False, "told": False, "over": False, "unanswered": None}
+    plain = {"final": True, "done": False, "accepted": False, "over": False, "unanswered": None}
     return WorkerEnd(**{**plain, **more})  # type: ignore[arg-type]
 
 
 def test_nobody_goes_whose_trainer_may_still_add_something() -> None:
-    assert not may_go(end(final=False, done=True, told=True, over=True, unanswered=1000.0))
+    assert not may_go(end(final=False, done=True, accepted=True, over=True, unanswered=1000.0))
 
 
 def test_what_only_the_coordinator_knows_is_waited_for_until_the_coordinator_is_gone() -> None:
@@ -327,12 +327,12 @@ def test_what_only_the_coordinator_knows_is_waited_for_until_the_coordinator_is_
 
 def test_who_owes_nothing_tells_the_coordinator_or_finds_it_gone() -> None:
     assert not may_go(end(done=True))
-    assert may_go(end(done=True, told=True))
+    assert may_go(end(done=True, accepted=True))
     assert may_go(end(done=True, unanswered=0.0))
 
 
 def test_worker_owes_nothing_if_one_of_its_ranks_has_nothing_newer_than_what_is_stored() -> None:
-    assert owes_nothing([Version(7, 1), Version(8, 1)], Version(7, 1)), "8 can never be complete"
-    assert owes_nothing([None, Version(8, 1)], None), "nor can it here"
-    assert not owes_nothing([Version(8, 1)], Version(7, 1))
-    assert not owes_nothing([Version(8, 1)], None)
+    assert is_all_stored([Version(7, 1), Version(8, 1)], Version(7, 1)), "8 can never be complete"
+    assert is_all_stored([None, Version(8, 1)], None), "nor can it here"
+    assert not is_all_stored([Version(8, 1)], Version(7, 1))
+    assert not is_all_stored([Version(8, 1)], None)

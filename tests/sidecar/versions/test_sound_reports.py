@@ -93,7 +93,7 @@ def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_sta
     (problem,) = state.problems
     assert problem.reason == BAD_REPORT
     assert problem.message.startswith(f"the report of worker {bad.worker} is refused: ")
-    news = coordinator.news()
+    news = coordinator.next_verdict()
     assert news is not None
     assert news.watermarks.peer == Version(4, 1)
 
@@ -103,7 +103,7 @@ def test_worker_that_comes_to_its_senses_is_heard_again(state: SidecarState) -> 
     complete_at(coordinator, 4, 0, 1, 2)
     assert tell(coordinator, SENSELESS["endless span"]).refused
     complete_at(coordinator, 6, 0, 1, 2)
-    news = coordinator.news()
+    news = coordinator.next_verdict()
     assert news is not None
     assert news.watermarks.peer == Version(6, 1)
     assert state.problems == ()
@@ -115,7 +115,7 @@ def test_sidecar_of_worker_0_lives_on_beside_a_peer_that_only_talks_nonsense(mak
     world.begin()
     line = CoordinatorClient(SidecarConfig.from_env(world.env(1)), world.host(0), lambda answer: None)
     for number, name in enumerate(("worker", "endless span", "endless copies", "no sizes"), 1):
-        answer = line.tell(written(SENSELESS[name], number), number)
+        answer = line.send(written(SENSELESS[name], number), number)
         assert "the report is refused" in answer.refused
     line.close()
     assert world.is_ready(0)
@@ -128,10 +128,10 @@ def test_reckoning_that_fails_ends_nothing(state: SidecarState, monkeypatch: pyt
     """The loop that reckons is a vital one: what it raises again and again ends the process."""
     coordinator = Coordinator(state)
     complete_at(coordinator, 4, 0, 1, 2)
-    known = coordinator.news()
+    known = coordinator.next_verdict()
     assert known is not None
     monkeypatch.setattr(coordinating, "compute_watermarks", lambda *_: 1 / 0)
     for step in range(5, 20):
         assert complete_at(coordinator, step, 0, 1, 2) == known
-        assert coordinator.news() == known
+        assert coordinator.next_verdict() == known
     assert not any(each.reason == "InternalError" for each in state.problems)

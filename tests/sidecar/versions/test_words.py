@@ -242,7 +242,7 @@ class Speaker:
         return answer
 
     def mark(self) -> Version | None:
-        news = self.coordinator.news()
+        news = self.coordinator.next_verdict()
         assert news is not None
         return news.watermarks.local
 
@@ -305,7 +305,7 @@ def test_message_that_is_none_is_refused_and_kills_nobody(coordinator: Coordinat
 def test_everybody_is_told_the_same_and_each_only_once(coordinator: Coordinator) -> None:
     one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
     one.say(4), other.say(4)
-    coordinator.news()
+    coordinator.next_verdict()
     (first,), (second,) = (coordinator.replies(each.caller, None) for each in (one, other))
     assert first is second
     assert coordinator.replies(one.caller, None) == []
@@ -315,18 +315,18 @@ def test_while_a_verdict_stands_only_who_is_new_or_asks_is_sent_anything(coordin
     one, other, late, gone = (Speaker(coordinator, worker) for worker in (0, 1, 1, 1))
     coordinator.connect(one.caller), coordinator.connect(other.caller)
     one.say(4), other.say(4)
-    coordinator.news()
+    coordinator.next_verdict()
     assert {caller for caller, _ in coordinator._to_send({})} == {one.caller, other.caller}
     assert coordinator._to_send({}) == []
     coordinator.connect(late.caller), coordinator.connect(gone.caller)
-    coordinator.hang_up(gone.caller)
+    coordinator.disconnect(gone.caller)
     answer = TierAnswer(9)
     sent = dict(coordinator._to_send({one.caller: answer, gone.caller: answer}))
     assert sent.keys() == {one.caller, late.caller}
     assert sent[one.caller] == [answer]
     assert sent[late.caller][0].verdict is not None
     one.say(5), other.say(5)
-    coordinator.news()
+    coordinator.next_verdict()
     assert {caller for caller, _ in coordinator._to_send({})} == {one.caller, other.caller, late.caller}
 
 
@@ -340,7 +340,7 @@ def test_upload_on_record_is_told_to_its_own_worker_alone(stations: MakeStations
     first = report(0, 4)
     assert not tell(coordinator, first).refused
     assert not tell(coordinator, report(1, 4)).refused
-    coordinator.news()
+    coordinator.next_verdict()
     upload = told(coordinator).upload
     assert upload == Version(4, 1)
     done = replace(first.ranks[0], uploaded=(RankArtifact(0, upload, "key", size=1),))
