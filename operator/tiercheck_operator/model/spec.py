@@ -17,7 +17,7 @@ from operator import eq, ne
 from typing import Annotated, Any
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
+from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HangLimits, HealthCheck
 from tiercheck_operator.model.serialization import INTERNAL, As, At, from_api, parse_duration, parse_quantity
 
 
@@ -58,30 +58,19 @@ class FailureRule:
     """(type, status) pairs; any one of them matches."""
 
 
-@dataclass(frozen=True)
-class HangSpec:
-    """The settings of `failurePolicy.hang`.
-
-    The job counts as hung if a rank makes no step for `factor` times as long as a step usually takes, and for
-    at least `least` seconds."""
-
-    factor: Annotated[float, At("stepFactor")] = 20.0
-    least: Annotated[float, At("minSeconds")] = 1800.0
-    first_step: Annotated[float | None, At("firstStepSeconds")] = None
-    """Seconds that the first step of an attempt may take.
-
-    None: an hour if the attempt began from a version (so its script can make steps), else no limit."""
-
-
-DEFAULT_HANG = HangSpec()
+DEFAULT_HANG = HangLimits(20.0, 1800.0)
 _CHECK_SECONDS = 60.0
 REMOTE_EVERY = 500
 """Steps between snapshots that also go to the remote tier; the default."""
 
 
-def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
+def read_hang(raw: Mapping[str, Any]) -> HangLimits | None:
     """Reads `failurePolicy.hang`; None if hangs are not detected."""
-    return None if raw.get("mode") == "Off" else from_api(HangSpec, raw)
+    if raw.get("mode") == "Off":
+        return None
+    fields = {"steps": "stepFactor", "seconds": "minSeconds", "first_step": "firstStepSeconds"}
+    given = {field: float(raw[name]) for field, name in fields.items() if raw.get(name) is not None}
+    return replace(DEFAULT_HANG, **given)
 
 
 def read_health_check(raw: Mapping[str, Any]) -> HealthCheck:
@@ -170,7 +159,7 @@ class JobSpec:
     rules: Annotated[tuple[FailureRule, ...], At("failurePolicy.rules")] = ()
     reset_seconds: Annotated[float, At("failurePolicy.resetAfterSeconds")] = 3600.0
     """Seconds of training beyond the last crash after which the restart count is reset."""
-    hang: Annotated[HangSpec | None, At("failurePolicy.hang"), As(read_hang)] = DEFAULT_HANG
+    hang: Annotated[HangLimits | None, At("failurePolicy.hang"), As(read_hang)] = DEFAULT_HANG
     """The hang limits; None: hangs are not detected."""
     health_check: Annotated[HealthCheck | None, At("failurePolicy.healthCheck"), As(read_health_check)] = None
     """The command that checks a node; None: nodes are not checked."""

@@ -17,13 +17,12 @@ from benchmarks.reconcile import LIMIT, BenchJob, Server, ground, of_jobs, of_wo
 from tests.examples import examples
 from tests.operator import world_in_memory
 from tests.operator.world_in_memory import REMOTE, World, make_spec
-from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.directive import DeltaMode, HangLimits
 from tiercheck.protocol.report import Problem, RankFailure, TrainerReport, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.observed import Observation
-from tiercheck_operator.model.spec import HangSpec
 from tiercheck_operator.model.status import render_record
 
 RACK = "topology.kubernetes.io/rack"
@@ -164,7 +163,7 @@ def _heal(world: World) -> None:
 def test_job_survives_any_faults_with_everything_committed(
     faults: list[tuple[int, str, int]], kills: dict[int, int], shape: dict[str, object]
 ) -> None:
-    hang = HangSpec(factor=2, least=8.0)
+    hang = HangLimits(steps=2, seconds=8.0)
     world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, hang=hang, **shape))
     world.heartbeats = True
     moment = 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.crd.jobs import full_record
 from tests.operator import kubelet_words
 from tests.operator.world_in_memory import START, trained
-from tiercheck.protocol.directive import HealthCheck
+from tiercheck.protocol.directive import HangLimits, HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.attempt.readiness import add_summary
@@ -33,7 +33,7 @@ from tiercheck_operator.model.saved_placement import (
     placement_data,
     read_placement_data,
 )
-from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
@@ -195,7 +195,7 @@ def test_what_the_user_says_about_failures_is_read() -> None:
     }
     spec = parse_job(raw).spec
     assert (spec.max_restarts, spec.reset_seconds, spec.active_deadline) == (3, 60.0, 5.0)
-    assert spec.hang == HangSpec(5.0, 7.0, 9.0)
+    assert spec.hang == HangLimits(5.0, 7.0, 9.0)
     assert spec.health_check == HealthCheck(("sh", "-c", "true"), 8.0)
     assert spec.rules == (
         FailureRule("a", RuleAction.FAIL, ExitCodes(frozenset({1, 2}), within=False)),

@@ -29,7 +29,7 @@ from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.serialization import parse_duration, parse_quantity
-from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
+from tiercheck_operator.model.spec import REMOTE_EVERY, JobSpec
 from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.availability import Missing
 
@@ -70,9 +70,10 @@ def build_policy(spec: JobSpec, restored: bool = False, keeps: bool = True) -> P
     )
 
 
-def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
-    usual = max(_FIRST_STEP, hang.least) if restored else None
-    return HangLimits(hang.factor, hang.least, hang.first_step if hang.first_step is not None else usual)
+def _hang_limits(hang: HangLimits, restored: bool) -> HangLimits:
+    """Limits the first step too if the attempt began from a version, so that its script can make steps."""
+    usual = max(_FIRST_STEP, hang.seconds) if restored else None
+    return dataclasses.replace(hang, first_step=usual if hang.first_step is None else hang.first_step)
 
 
 def wanted_phase(status: JobRecord) -> Phase:

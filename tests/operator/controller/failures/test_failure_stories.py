@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
-from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.directive import DeltaMode, HangLimits
 from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerState
 from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
@@ -18,7 +18,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.serialization import from_api
-from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 from tiercheck_operator.model.status import Facts, Recovery
 
 
@@ -414,7 +414,7 @@ def test_command_that_never_makes_a_step_is_held_back_even_if_no_limit_counts() 
 
 
 def hanging_world(worker: int | None, **changes: object) -> World:
-    world = trained(hang=HangSpec(factor=2, least=20.0), **changes)
+    world = trained(hang=HangLimits(steps=2, seconds=20.0), **changes)
     world.hung = (1, worker)
     return world
 
