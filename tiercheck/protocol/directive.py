@@ -211,42 +211,28 @@ class HealthCheck:
 
 @dataclass(frozen=True)
 class Policy:
-    """The part of the job's spec that may change while it runs."""
+    """The part of the job's spec that may change while it runs, as crds/tiercheckjobs.yaml describes it.
+
+    Bandwidths are bytes per second of one worker, times are seconds. None: not limited, or off."""
 
     snapshot_every: int | None
     """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.model.tier_verdict`)."""
     remote_every: int
-    """Steps between snapshots that also go to the remote tier."""
     remote_keep: int
-    """The number of versions kept in the remote tier."""
     remote_bandwidth: int | None = None
-    """Bytes per second for this worker's uploads; None: not limited."""
     remote_keep_seconds: float | None = None
-    """Seconds. All versions younger than this are kept too; None: only the count decides."""
     peer_bandwidth: int | None = None
-    """Bytes per second that this worker sends to its holders; None: not limited."""
     peer_encrypted: bool = False
-    """True if connections between sidecars are encrypted; they are authenticated in any case."""
     peer_interfaces: tuple[str, ...] = ()
-    """The names or CIDRs of interfaces that sidecars use for copies beside the pod's address.
-
-    Sidecars send each other their addresses."""
     peer_ucx: bool = False
-    """True if UCX transports copies between sidecars that have its library; otherwise TCP does."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
-    """True if artifacts of a state or gradient that is not finite are refused."""
     verify_all: bool = False
-    """True if every byte of a snapshot is compared with the state before the next update."""
     hang: HangLimits | None = None
-    """The limits for hung ranks; None: no rank counts as hung."""
     rehearse_every: float | None = None
-    """Seconds between two proofs that a tier's newest version can be restored; None: none are made."""
     health_check: HealthCheck | None = None
     restore_stall: float = RESTORE_STALL
-    """Seconds without a byte after which a restore gives up a source."""
     prove_steps: int = 0
-    """The most steps before the newest complete version to restore, to train these again and compare."""
     interrupt_seconds: float = 0.0
     """Seconds in which ranks of the previous attempt must leave their step for their processes to stay.
 

@@ -287,26 +287,20 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
+    """The counts since the sidecar's start, each described where it is a metric (`control.report`)."""
+
     captured: int = 0
     skipped: int = 0
-    """The captures skipped because no slot was free."""
     replicated: int = 0
     uploaded: int = 0
     refused_stale: int = 0
-    """The messages refused because they were of an older attempt."""
     refused_reports: int = 0
-    """The tier reports of other sidecars refused as impossible or not computable."""
     deltas: int = 0
     deltas_skipped: int = 0
-    """The deltas that were due and not taken; later versions wait for the next snapshot."""
     replay_mismatches: int = 0
-    """The restores with a replay that did not give the recorded state."""
     not_finite: int = 0
-    """The artifacts that the sanity gate refused."""
     proved: int = 0
-    """The rehearsals of one tier that succeeded."""
     disproved: int = 0
-    """The rehearsals of one tier that found data that cannot be restored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,9 +165,7 @@ class StatusView:
     snapshot_every: Annotated[int | None, At("status.checkpoint.snapshotEverySteps")] = None
     deltas: Annotated[str, At("status.checkpoint.deltas")] = ""
     tolerates: Annotated[tuple[str, ...], At("status.placement.tolerates")] = ()
-    """The losses that the job survives now."""
     tolerates_once_complete: Annotated[tuple[str, ...], At("status.placement.toleratesOnceComplete")] = ()
-    """The losses that it survives once missing copies are made; empty if none are missing."""
     spread: Annotated[str, At("status.placement.spreadAchieved")] = ""
     unprotected_workers: Annotated[int, At("status.placement.unprotectedWorkers")] = 0
     memory_needed: Annotated[int | None, At("status.memory.neededBytes")] = None

@@ -25,11 +25,8 @@ class RuleAction(str, Enum):
     """The consequence of a failure."""
 
     RESTART = "Restart"
-    """A restart that counts against maxRestarts."""
     RESTART_IGNORING_LIMIT = "RestartIgnoringLimit"
-    """A restart that does not count against maxRestarts."""
     FAIL = "Fail"
-    """The job fails."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ class Attach:
     name: Annotated[str, At("owner.name")]
     uid: Annotated[str, At("owner.uid")]
     container: str
-    """The name of the container that runs the training command."""
 
 
 def _read_remote(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -126,7 +122,9 @@ _REHEARSALS = As(lambda text: None if text in ("Off", "0") else parse_duration(t
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The part of `spec` that decisions use."""
+    """The part of `spec` that decisions use; crds/tiercheckjobs.yaml describes each field at its path.
+
+    None: not given, or switched off."""
 
     workers: int
     """The number that the user requests; `Observation.size` is the number in use."""
@@ -143,13 +141,10 @@ class JobSpec:
     spread_level: Annotated[str | None, At("tiers.peer.spread.level")] = None
     spread_required: Annotated[bool, At("tiers.peer.spread.mode"), As(partial(eq, "Required"))] = False
     snapshot_every: Annotated[int | None, At("checkpoint.snapshot.everySteps")] = None
-    """Steps between snapshots; None: chosen from the sizes."""
     remote: Annotated[Mapping[str, Any] | None, At("tiers.remote"), As(_read_remote)] = None
     """The remote tier's settings as in the API, with `everySteps`; None: no remote tier."""
     restore_step: Annotated[int | None, At("restore.from"), As(_read_restore_step)] = None
-    """The step to restore; None: the latest."""
     prove_steps: Annotated[int, At("restore.proveSteps")] = 0
-    """Steps that a restore gives up if it would otherwise leave none to train again and compare."""
     interrupt_seconds: Annotated[float, At("recovery"), As(_read_interrupt)] = 5.0
     """Seconds in which ranks must leave their step for their processes to stay; 0: all restart."""
     max_restarts: Annotated[int, At("failurePolicy.maxRestarts")] = 10
@@ -158,50 +153,35 @@ class JobSpec:
     """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
     rules: Annotated[tuple[FailureRule, ...], At("failurePolicy.rules")] = ()
     reset_seconds: Annotated[float, At("failurePolicy.resetAfterSeconds")] = 3600.0
-    """Seconds of training beyond the last crash after which the restart count is reset."""
     hang: Annotated[HangLimits | None, At("failurePolicy.hang"), As(read_hang)] = DEFAULT_HANG
-    """The hang limits; None: hangs are not detected."""
     health_check: Annotated[HealthCheck | None, At("failurePolicy.healthCheck"), As(read_health_check)] = None
-    """The command that checks a node; None: nodes are not checked."""
     active_deadline: Annotated[float | None, At("activeDeadlineSeconds")] = None
-    """Seconds that the job may be active; None: no limit."""
     gang: Annotated[str | None, At("gang.scheduler")] = None
-    """The gang scheduler; None: pods are placed one by one."""
     gang_queue: Annotated[str, At("gang.queue")] = ""
     spares: int = 0
-    """The number of warm pods beside the workers' own."""
     min_workers: Annotated[int | None, At("elastic.minWorkers")] = None
-    """The least number of workers to run with; None: the job never shrinks."""
     capacity_timeout: Annotated[float | None, At("failurePolicy.capacityTimeoutSeconds")] = None
-    """Seconds without a node until capacity is lacking; None: the operator's default."""
     node_memory: Annotated[bool, At("tiers.local.medium"), As(partial(eq, "NodeMemory"))] = False
     sidecar_resources: Annotated[
         Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)
     ] = field(default_factory=dict)
     sidecar_env: Annotated[tuple[Mapping[str, Any], ...], At("sidecar.env"), As(tuple)] = ()
-    """Environment variables of the sidecar, in the form of a container's `env`."""
     attach: Attach | None = None
-    """The attached workload; None: the pods are made from the template."""
     parity: Annotated[tuple[int, int] | None, At("tiers.peer.parity"), _PARITY] = None
     """(data, parity), in place of copies; None: copies."""
     peer_bandwidth: Annotated[_Bytes | None, At("tiers.peer.bandwidth")] = None
     peer_encrypted: Annotated[bool, At("tiers.peer.encryption"), As(partial(eq, "Required"))] = False
     peer_interfaces: Annotated[tuple[str, ...], At("tiers.peer.interfaces")] = ()
-    """Interface names or CIDRs, used beside the pod's address."""
     peer_ucx: Annotated[bool, At("tiers.peer.transport"), As(partial(eq, "UCX"))] = False
     delta: Annotated[DeltaMode, At("checkpoint.delta.mode")] = DeltaMode.AUTO
     sanity_gate: Annotated[bool, At("checkpoint.sanityGate"), As(partial(ne, "Off"))] = True
     verify_all: Annotated[bool, At("checkpoint.verify"), As(partial(eq, "Full"))] = False
     state_size: Annotated[_Bytes | None, At("checkpoint.stateSize")] = None
-    """Bytes of one rank's snapshot, as the user estimates them before the job starts."""
     kueue_topology: Annotated[str | None, At("topology.kueueTopology")] = None
-    """Name of the Kueue Topology that defines the levels."""
     topology_problem: Annotated[str, INTERNAL] = ""
     """The reason why the Topology is not used, as a sentence; then the host is the only level."""
     rollback_after: Annotated[int | None, At("failurePolicy.rollbackAfterNonFinite")] = None
-    """Refusals of the sanity gate in a row after which the job rolls back; None: it never does."""
     restore_stall: Annotated[float, At("failurePolicy.restoreStallSeconds")] = RESTORE_STALL
-    """Seconds without a byte after which a restore gives a source up."""
     rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), _REHEARSALS] = 600.0
     """Seconds between two proofs that a tier can be restored; None: none are made."""
 

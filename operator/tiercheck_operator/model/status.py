@@ -1,5 +1,7 @@
 """Defines the job's status, which is the controller's only memory, and its form in the API.
 
+The CRD (crds/tiercheckjobs.yaml) describes each field; a docstring here says what only decisions need.
+
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped.
 """
 
@@ -78,41 +80,29 @@ class Recovery:
 
     cause: str
     message: str
-    """A sentence that describes the failure."""
     failed_at: Moment
     detected_at: Moment
     attempt: int | None = None
-    """The attempt that the recovery led to; None: not decided yet."""
     reason: str = ""
-    """The reason for the choice of the version, as a sentence."""
     step: Annotated[int, ALWAYS] = 0
-    """The step of the version to restore; 0: from scratch."""
     version_attempt: Annotated[int, ALWAYS] = 0
     lost_steps: Annotated[int, ALWAYS] = 0
     decided_at: Moment | None = None
     restored_at: Moment | None = None
     released_at: Moment | None = None
     failed_versions: tuple[Version, ...] = ()
-    """Versions that failed to restore in this recovery, once per failure, oldest first."""
     facts: Annotated[Facts, At("")] = Facts()
     rule: str = ""
-    """Name of the rule that applied to the failure; empty: none."""
     tries: int = 0
-    """The number of attempts in this recovery that ended before their first step."""
     reached: Annotated[int, At("reachedStep")] = 0
     """The newest known step of the ended attempt, which is only reported every few seconds."""
     noticed_at: Moment | None = None
     """The time of the first failure since the last step, if `detected_at` is of a later one."""
     stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
-    """Workers moved to other nodes in this recovery because they could not be restored in place."""
     undone: bool = False
-    """True if the attempt before ended before its release, so that its lost steps still count."""
     keeps: bool = False
-    """True if processes of the attempt before may stay (`spec.recovery.inProcess`)."""
     kept: Annotated[int, At("keptRanks")] = 0
-    """The number of ranks with processes that stayed, as of the release."""
     restarted_message: str = ""
-    """The reason why other processes that were not lost did not stay, as a sentence."""
 
     @property
     def version(self) -> Version | None:
@@ -144,10 +134,8 @@ class PlacementRecord:
     hash: str
     spread_achieved: str
     tolerates: Annotated[tuple[str, ...], At("toleratesOnceComplete")]
-    """The losses that are tolerated once copies are `complete`."""
     unprotected_workers: int
     unprotected_reason: str = ""
-    """The unprotected workers and the reason, in one sentence; empty if there are none."""
     complete: Annotated[bool, At("tolerance")] = False
     """True if everything that the placement requires is in place for some version."""
 
@@ -190,7 +178,6 @@ class SizeRecord:
 
     workers: int
     room_since: Moment | None = None
-    """Unix seconds since which the job could grow back; None: it cannot."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,6 @@ class PlaceRecord:
     node: str
     times: int
     message: str
-    """The reason reported for the last such pod."""
     time: Moment
     created: Annotated[Moment, At("podCreated")]
     """The creation time of the newest such pod: an older one is not counted again."""
@@ -223,7 +209,6 @@ class FailedStartRecord:
     node: str
     times: int
     moved: Annotated[tuple[int, ...], At("movedWorkers")] = ()
-    """Workers that were moved to another node for that since the last step."""
 
 
 _AS_BRANCHES = As(
@@ -238,30 +223,22 @@ class JobRecord:
     phase: Annotated[str, ALWAYS] = ""
     members: str = ""
     sidecar_image: str = ""
-    """The image for the job's pods until the job is suspended."""
     history: Annotated[History, _AS_BRANCHES] = field(default_factory=History)
     base: Annotated[Version | None, At("restore.base")] = None
-    """The snapshot from which all ranks began the attempt; None: each from its own, or from scratch."""
     crashes: Annotated[int, At("restarts.crash"), ALWAYS] = 0
     counted: Annotated[int, At("restarts.counted"), ALWAYS] = 0
-    """Restarts that count against maxRestarts now."""
     crash_step: Annotated[int, At("restarts.crashStep"), ALWAYS] = 0
-    """The newest step known when a restart was last counted."""
     disruptions: Annotated[int, At("restarts.disruption"), ALWAYS] = 0
     step: Annotated[int | None, At("progress.step")] = None
     step_seconds: Annotated[float | None, At("progress.stepSeconds"), As(write=partial(round, ndigits=6))] = (
         None
     )
     restored_bytes: Annotated[int, At("progress.restoredBytes")] = 0
-    """Bytes that a restore under way has restored."""
     restore_bytes: Annotated[int, At("progress.restoreBytes")] = 0
-    """Bytes that it will restore in total, as far as is known; 0: no restore is under way."""
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     proofs: Annotated[Mapping[str, ProofRecord], At("restore.lastProof.tiers")] = field(default_factory=dict)
-    """The proofs by tier, for tiers where all ranks have one."""
     placement: PlacementRecord | None = None
     size: SizeRecord | None = None
-    """The reduced size; None: as many workers as the spec requests."""
     spares: SparesRecord | None = None
     checkpoint: CheckpointRecord | None = None
     memory: MemoryRecord | None = None
@@ -272,7 +249,6 @@ class JobRecord:
     last_recovery: Mapping[str, Any] | None = None
     """The last ended recovery in its API form; no decision depends on it."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
-    """The newest ended recoveries, newest first, in the form of `last_recovery` with shorter sentences."""
     started: Annotated[str | None, At("startTime")] = None
     completed: Annotated[str | None, At("completionTime")] = None
     conditions: tuple[Condition, ...] = ()

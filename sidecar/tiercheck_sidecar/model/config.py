@@ -24,10 +24,9 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class SidecarConfig:
-    """The sidecar's identity, paths and ports. Paths are as this process sees them."""
+    """The sidecar's identity, paths and ports, from the variables in `protocol.names`."""
 
     job: str
-    """The job, as namespace/name."""
     job_uid: str
     worker: int
     """The worker's number; `SPARE` until a directive assigns one. A later directive may change it."""
@@ -41,18 +40,14 @@ class SidecarConfig:
     run_dir: Path
     credentials_dir: Path
     remote: str | None
-    """JSON of the remote tier's settings; None: no remote tier."""
     token: str
     operator_public: bytes = b""
     """The operator's public key: 32 bytes; empty: no signature is accepted."""
     cluster: str = ""
-    """UID of the cluster's namespace kube-system; empty: not known."""
     remote_credentials_dir: Path | None = None
-    """The mount of the Secret with the remote tier's credentials; None: there is none."""
     node_memory_keep: float | None = None
     """Seconds to keep what dead pods left in the node's memory; None: the memory is the pod's."""
     grace: int = 30
-    """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     cgroup_dir: Path = CGROUP
     control_port: int = names.CONTROL_PORT
     exchange_port: int = names.EXCHANGE_PORT
