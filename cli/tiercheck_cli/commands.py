@@ -61,7 +61,7 @@ app.command("import", rich_help_panel=_JOBS)(import_checkpoint)
 app.add_typer(remote, name="remote", rich_help_panel=_JOBS)
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         say(__version__)
         raise typer.Exit
@@ -71,7 +71,7 @@ def _tell_version(wanted: bool) -> None:
 def before(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Without colours, as with NO_COLOR.")] = False,
 ) -> None:

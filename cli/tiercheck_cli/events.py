@@ -51,24 +51,20 @@ def _read_tiers(raw: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PastRecovery:
-    """A recovery that has ended. Seconds are durations; `ended` is unix seconds."""
+    """A recovery that has ended, as the CRD describes it. Seconds are durations; `ended` is unix seconds."""
 
     attempt: int = 0
     cause: str = "Unknown"
     message: str = ""
     reason: str = ""
     step: int = 0
-    """The step that training resumed from; 0: from scratch."""
     lost_steps: int = 0
     tiers: Annotated[Mapping[str, int], As(_read_tiers)] = field(default_factory=lambda: _read_tiers({}))
-    """The number of ranks by the tier that their state came from."""
     deltas: int = 0
     rebuilt: int = 0
     in_process: Annotated[int, At("inProcess")] = 0
-    """The number of ranks with processes that stayed."""
     restarted: int = 0
     restarted_message: Annotated[str, At("restartedMessage")] = ""
-    """The reason why processes that were not lost are among those."""
     detect: Annotated[float, At("detectSeconds")] = 0.0
     restore: Annotated[float, At("restoreSeconds")] = 0.0
     total: Annotated[float, At("totalSeconds")] = 0.0
@@ -93,11 +89,13 @@ class PastRecovery:
 def recoveries(job: Mapping[str, Any]) -> tuple[PastRecovery, ...]:
     """Returns the recoveries that the status keeps, newest first."""
     status = job.get("status") or {}
-    told = [entry for entry in status.get("recoveries") or [] if entry]
+    entries = [entry for entry in status.get("recoveries") or [] if entry]
     last = status.get("lastRecovery")
-    if last and not any(entry.get("attempt") == last.get("attempt") for entry in told):
-        told.append(last)
-    return tuple(sorted((from_api(PastRecovery, entry) for entry in told), key=lambda entry: -entry.attempt))
+    if last and not any(entry.get("attempt") == last.get("attempt") for entry in entries):
+        entries.append(last)
+    return tuple(
+        sorted((from_api(PastRecovery, entry) for entry in entries), key=lambda entry: -entry.attempt)
+    )
 
 
 @dataclass(frozen=True)
@@ -114,18 +112,18 @@ class TimelineEntry:
 
 def timeline(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[TimelineEntry, ...]:
     """Merges Events and recoveries, oldest first; a recovery with an Event of its end is listed once."""
-    told = [_of_event(event) for event in events]
+    entries = [_of_event(event) for event in events]
     ends = {
         entry.message.split(" ", 3)[1]
-        for entry in told
+        for entry in entries
         if entry.reason == "Recovered" and " " in entry.message
     }
-    told += [
+    entries += [
         _of_recovery(entry)
         for entry in recoveries(job)
         if entry.ended is not None and str(entry.attempt) not in ends
     ]
-    return tuple(sorted(told, key=lambda entry: entry.at))
+    return tuple(sorted(entries, key=lambda entry: entry.at))
 
 
 def _of_event(event: Mapping[str, Any]) -> TimelineEntry:
@@ -178,31 +176,31 @@ def events(
     if watch and output is not Output.TABLE:
         raise CannotDo("--watch is for people: leave out -o, or look once", USAGE)
     cluster = Cluster.connect(kubeconfig, context, namespace)
-    told = _read_timeline(cluster, job)
+    entries = _read_timeline(cluster, job)
     if output is not Output.TABLE:
-        write({"job": job, "events": told}, output)
+        write({"job": job, "events": entries}, output)
         return
-    if not told:
+    if not entries:
         remark(
             f"there are no Events of {job}: Kubernetes forgets Events after an hour, and it has not "
             "recovered from anything"
         )
     terminal = console()
-    if told:
-        terminal.print(events_table(told, time.time()))
+    if entries:
+        terminal.print(events_table(entries, time.time()))
     try:
         while watch:
             time.sleep(every)
             latest = _read_timeline(cluster, job)
-            fresh = [entry for entry in latest if entry not in told]
-            told = latest
+            fresh = [entry for entry in latest if entry not in entries]
+            entries = latest
             if fresh:
                 terminal.print(events_table(fresh, time.time(), heading=False))
     except KeyboardInterrupt:
         return
 
 
-def events_table(told: Sequence[TimelineEntry], now: float | None = None, heading: bool = True) -> Table:
+def events_table(entries: Sequence[TimelineEntry], now: float | None = None, heading: bool = True) -> Table:
     """Returns a table in the given order, with ages if `now` is given."""
     table = columns(
         Column("TIME", no_wrap=True, min_width=19),
@@ -211,7 +209,7 @@ def events_table(told: Sequence[TimelineEntry], now: float | None = None, headin
         *([] if now is None else [Column("AGO", no_wrap=True, justify="right", min_width=5)]),
         show_header=heading,
     )
-    for entry in told:
+    for entry in entries:
         style = "green" if entry.reason in _GOOD else _STYLE.get(entry.kind, "")
         again = f"  (×{entry.count})" if entry.count > 1 else ""
         row = [Text(clock(entry.at)), Text(entry.reason, style=style), Text(entry.message + again)]

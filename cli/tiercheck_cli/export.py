@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
 
 from tiercheck.about import __version__
 from tiercheck.protocol import names
@@ -39,6 +38,7 @@ from tiercheck_cli.plan.screen import screen as plan_screen
 from tiercheck_cli.status.command import screen as status_screen
 from tiercheck_cli.status.view import status_view, worker_views
 from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, clock, remark, say, to_plain_text
+from tiercheck_operator.model.conditions import listed
 from tiercheck_operator.planning.topology import Topology
 
 _NOISE = ("managedFields", "kubectl.kubernetes.io/last-applied-configuration")
@@ -91,6 +91,7 @@ def _words(command: list[str]) -> list[str]:
 
 
 _WIDTH = 120
+_text = partial(to_plain_text, width=_WIDTH)
 _OPERATOR = "app.kubernetes.io/name=tiercheck"
 _LINES = 5000
 _LOGS = 32
@@ -149,7 +150,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
         found.add(f"metrics/{pod_name}.txt", metrics)
     if len(pods) > _LOGS:
         found.missing["logs"] = (
-            f"of {len(pods)} pods only the {_LOGS} that tell most: restarted, not running, and the first"
+            f"of {len(pods)} pods only the {_LOGS} that show most: restarted, not running, and the first"
         )
     _operator_logs(cluster, found)
     found.add("status.txt", lambda: _text(status_screen(_view(cluster, job, pods, now), _WIDTH, wide=True)))
@@ -243,14 +244,7 @@ def gaps(missing: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for what, reason in sorted(missing.items()):
         by_reason.setdefault(reason, []).append(what)
-    return [
-        f"{', '.join(things[:3])}{f' and {len(things) - 3} more' if len(things) > 3 else ''}: {reason}"
-        for reason, things in by_reason.items()
-    ]
-
-
-def _text(shown: RenderableType) -> str:
-    return to_plain_text(shown, _WIDTH)
+    return [f"{listed(things, 3)}: {reason}" for reason, things in by_reason.items()]
 
 
 def _yaml(content: Any) -> str:

@@ -160,11 +160,11 @@ def write(answer: Mapping[str, Any], output: Output) -> None:
 
 
 def show(
-    output: Output, told: Callable[[], Mapping[str, Any]], screen: Callable[[int], RenderableType]
+    output: Output, answer: Callable[[], Mapping[str, Any]], screen: Callable[[int], RenderableType]
 ) -> None:
     """Writes the answer for programs, or the screen for a terminal of its number of columns."""
     if output is not Output.TABLE:
-        write(told(), output)
+        write(answer(), output)
     else:
         terminal = console()
         terminal.print(screen(terminal.width))

@@ -177,16 +177,16 @@ class Operator:
 
     async def _served(self, stop: asyncio.Event) -> bool:
         """Waits until the server has the job kind, which kopf looks up only once; False if stopped before."""
-        told = False
+        is_logged = False
         while not stop.is_set():
             try:
                 if await self._kube.find_resource(JOBS.api_version, names.KIND) is not None:
                     return True
             except ApiFailure as error:
                 log.warning("the kinds of the API server cannot be listed: %s", error)
-            if not told:
+            if not is_logged:
                 log.warning("the API server has no %s yet; install its definition (crds/)", names.KIND)
-                told = True
+                is_logged = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_KIND_EVERY):
                     await stop.wait()
@@ -204,10 +204,10 @@ class Operator:
         if self._config.lease is None:
             self._attach.lead()
             return
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[bool]()
+        loop, changes = asyncio.get_running_loop(), asyncio.Queue[bool]()
 
-        def tell(leads: bool) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, leads)
+        def report(leads: bool) -> None:
+            loop.call_soon_threadsafe(changes.put_nowait, leads)
 
         api = FencedServer(self._access, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
@@ -215,12 +215,12 @@ class Operator:
             self._config.lease,
             f"{self._config.identity}_{secrets.token_hex(4)}",
             self._config.terms,
-            changed=tell,
+            changed=report,
             alive=lambda: boot_clock() - self._beaten < self._config.terms.renew_within,
         )
         self._elector.start()
         while True:
-            leads = await news.get()
+            leads = await changes.get()
             if leads:
                 self._begin()
             else:

@@ -153,9 +153,9 @@ _EXAMINATIONS = 3
 class RemoteListing:
     """Lists the remote tier. Used by one thread."""
 
-    def __init__(self, state: SidecarState, tell_stored: Callable[[tuple[Version, ...]], None]) -> None:
-        """`tell_stored` reports to the coordinator what worker 0 has found."""
-        self._state, self._tell_stored = state, tell_stored
+    def __init__(self, state: SidecarState, on_stored: Callable[[tuple[Version, ...]], None]) -> None:
+        """`on_stored` reports to the coordinator what worker 0 has found."""
+        self._state, self._on_stored = state, on_stored
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
         self._listed_as: int | None = None
@@ -178,11 +178,11 @@ class RemoteListing:
         may still delete what is listed.
         """
         now = time.monotonic()
-        self._tell_broken(store)
+        self._report_broken(store)
         mark = verdict.watermarks.remote if verdict else None
         if self._listed_at is None:
             store.check()
-            self._tell_broken(store)
+            self._report_broken(store)
         elif self._state.config.worker != 0:
             self._listed_as = self._state.config.worker
             if verdict is not None and verdict.stored is not None:
@@ -200,14 +200,14 @@ class RemoteListing:
     def learn_attempts(self, store: RemoteStore) -> None:
         """Records newer attempts that are announced in the store."""
         state = self._state
-        for told in store.newest_attempts(state.config.job_uid, state.newest_attempt.attempt):
-            state.learn(told)
+        for attempt in store.newest_attempts(state.config.job_uid, state.newest_attempt.attempt):
+            state.learn(attempt)
 
     def publish(self, store: RemoteStore, versions: tuple[Version, ...], *, announced: bool = True) -> None:
         self._found(versions, self._ranks_of(store, versions))
         # What another worker had found would be outdated when it becomes worker 0.
         if announced and self._state.config.worker == 0:
-            self._tell_stored(versions)
+            self._on_stored(versions)
 
     def _examine(self, store: RemoteStore) -> None:
         """Tests the store, at one worker, to report its faults before they do harm.
@@ -221,16 +221,16 @@ class RemoteListing:
                 finding.message,
             )
         self._broken = {each.name: each.message for each in findings if not each.ok and not each.passing}
-        self._tell_broken(store)
+        self._report_broken(store)
         self._examinations = (
             self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
         )
 
-    def _tell_broken(self, store: RemoteStore) -> None:
+    def _report_broken(self, store: RemoteStore) -> None:
         """Publishes failures of the store: those of the test override those seen in use."""
         seen = store.shortcomings | self._broken
-        told = " ".join(f"{name}: {message}" for name, message in seen.items() if message)
-        self._state.problem(_NOT_SAFE, told)
+        problems = " ".join(f"{name}: {message}" for name, message in seen.items() if message)
+        self._state.problem(_NOT_SAFE, problems)
 
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
         """Returns the number of ranks of each version.

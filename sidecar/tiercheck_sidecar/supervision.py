@@ -106,11 +106,11 @@ class Threads:
             self._troubles = {
                 name: each for name, each in self._troubles.items() if now - each[0] < REMEMBERED
             }
-            told = [what for _, (_, what) in sorted(self._troubles.items())]
-        if not told:
+            found = [what for _, (_, what) in sorted(self._troubles.items())]
+        if not found:
             return ()
-        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-        return (Problem(INTERNAL_ERROR, f"{'; '.join(told[:3])}{more}. {_ADVICE}"),)
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        return (Problem(INTERNAL_ERROR, f"{'; '.join(found[:3])}{more}. {_ADVICE}"),)
 
     def pause(self, seconds: float) -> bool:
         """Waits; returns False if the sidecar stops."""

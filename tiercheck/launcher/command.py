@@ -115,9 +115,9 @@ class OutOfMemory:
         if number <= 0:
             return ""
         limit, peak = self._first(_LIMITS), self._first(_PEAKS)
-        told = [f"the limit is {_gib(limit)}"] if limit is not None and limit < _UNLIMITED else []
-        told += [f"the most that was used is {_gib(peak)}"] if peak is not None else []
-        numbers = f"; {', '.join(told)}" if told else ""
+        limits = [f"the limit is {_gib(limit)}"] if limit is not None and limit < _UNLIMITED else []
+        limits += [f"the most that was used is {_gib(peak)}"] if peak is not None else []
+        numbers = f"; {', '.join(limits)}" if limits else ""
         return f"The kernel's OOM killer ended {number} of its processes{numbers}."
 
     def _kills(self) -> int:
@@ -234,16 +234,16 @@ def signal_of(code: int) -> str:
 
 def describe_stuck(pids: Collection[int]) -> str:
     """Returns a clause that names processes that do not end, and their states."""
-    told = []
+    named = []
     for pid in sorted(pids)[:_NAMED]:
         try:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
         except OSError:
             continue
         state = rest.split()[0]
-        told.append(f"{pid} ({name}), {_STATES.get(state, f'in state {state}')}")
+        named.append(f"{pid} ({name}), {_STATES.get(state, f'in state {state}')}")
     more = f", and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-    return f"SIGKILL does not end process {', '.join(told)}{more}"
+    return f"SIGKILL does not end process {', '.join(named)}{more}"
 
 
 def _has_living_thread(process: Path) -> bool:

@@ -160,9 +160,11 @@ class History:
     @cached_property
     def _as_many(self) -> frozenset[int]:
         """Returns the attempts with as many ranks as the newest, or with an unknown number."""
-        ranks, told = self.ranks, self._ranks
+        ranks, known = self.ranks, self._ranks
         return frozenset(
-            attempt for attempt in told if not ranks or attempt == self.attempt or told[attempt] in (0, ranks)
+            attempt
+            for attempt in known
+            if not ranks or attempt == self.attempt or known[attempt] in (0, ranks)
         )
 
 

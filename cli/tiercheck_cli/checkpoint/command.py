@@ -273,7 +273,7 @@ def owner(
         settings = tier.settings_of_job(cluster.job(job), endpoint, region)
     with tier.refusals():
         found = tier.open_store(settings, f"{namespace}/{job}").ownership.owner()
-    say("nobody's yet" if found is None else found.described)
+    say("no owner yet" if found is None else found.described)
 
 
 @remote.command("take-over")
@@ -326,4 +326,4 @@ def take_over(
         say(f"{namespace}/{job} has it already")
         return
     say(f"{namespace}/{job}, UID {uid}, has it now")
-    remark("before: " + ("nobody" if former is None else former.described))
+    remark("before: " + ("no owner" if former is None else former.described))

@@ -36,6 +36,7 @@ from tiercheck.trainer.state.user_state import capacity_for
 from tiercheck.trainer.tensors.tensor_parts import dtype_name, dtype_of
 from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_operator.model.conditions import listed
 
 Progress = Callable[[str, int], None]
 
@@ -134,9 +135,8 @@ def _checkpointer_state(saved: Saved) -> _State:
             remarks.append("of the script's own state (state) that of rank 0 is taken")
     texts = _keys_as_text({"model": facts[0]["model_extra"], "state": contents[0]["state"]})
     if texts:
-        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
         remarks.append(
-            f"the keys of {', '.join(texts[:3])}{more} are not text; torch writes them as text, and an "
+            f"the keys of {listed(texts, 3)} are not text; torch writes them as text, and an "
             "import brings them back as text: set these anew after restore()"
         )
     return nested, stored, remarks

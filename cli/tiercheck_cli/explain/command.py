@@ -95,14 +95,14 @@ def explain(
 
 def _why(found: dict[str, Any], output: Output) -> None:
     past, status = recoveries(found), found.get("status") or {}
-    told = {
+    answer = {
         "job": found["metadata"]["name"],
         "recovery": status.get("recovery"),
         "recoveries": list(past),
         "history": status.get("history") or [],
         "processes": {loss: _counts(entry) for loss, entry in _forecasts(found).items()},
     }
-    show(output, lambda: told, lambda width: why_screen(found, past, time.time(), width))
+    show(output, lambda: answer, lambda width: why_screen(found, past, time.time(), width))
 
 
 def _what_if(
@@ -112,8 +112,8 @@ def _what_if(
         remark(sentence)
     state = held_steps(layout, job)
     answers = [answer(loss, layout, state, job) for loss in losses(asked, layout, pods)]
-    told = {"job": layout.name, "answers": [_as_json(entry) for entry in answers]}
-    show(output, lambda: told, lambda _: what_if_screen(answers, layout))
+    found = {"job": layout.name, "answers": [_as_json(entry) for entry in answers]}
+    show(output, lambda: found, lambda _: what_if_screen(answers, layout))
 
 
 def _as_json(entry: WhatIf) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _as_json(entry: WhatIf) -> dict[str, Any]:
         "seconds": round(entry.without_training.seconds, 3),
         "estimated": not entry.without_training.measured,
         "estimatedFrom": entry.without_training.source,
-        "from": {str(worker): list(givers) for worker, givers in entry.from_whom.items()},
+        "from": {str(worker): list(givers) for worker, givers in entry.peers.items()},
     }
 
 
@@ -283,12 +283,12 @@ def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], wi
         bar.append(text, style=f"#ffffff on {shades[index % 2]}")
         drawn = max(drawn, at)
     last = list(zip(history, starts, ends, strict=True))[-4:]
-    told = "  ".join(f"attempt {branch['attempt']}: {start:,} → {end:,}" for branch, start, end in last)
+    spans = "  ".join(f"attempt {branch['attempt']}: {start:,} → {end:,}" for branch, start, end in last)
     earlier = f"{len(history) - len(last)} earlier  " if len(history) > len(last) else ""
     return Group(
         Text("steps, and the attempts whose work they are", style="dim"),
         bar,
-        Text(f"  {earlier}{told}", style="dim"),
+        Text(f"  {earlier}{spans}", style="dim"),
     )
 
 
@@ -322,9 +322,9 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
         (entry.without_training.source for entry in answers if not entry.without_training.measured), ""
     )
     anew = next((f"all start anew: {entry.processes.why}" for entry in answers if entry.processes.why), "")
-    told = LOOP if answers[0].state.planned and not anew else anew
-    if told:
-        parts.append(Text(f"stay: {told}", style="dim"))
+    condition = LOOP if answers[0].state.planned and not anew else anew
+    if condition:
+        parts.append(Text(f"stay: {condition}", style="dim"))
     if guessed:
         parts.append(Text(f"about: {guessed}", style="dim"))
     return Group(*parts)
@@ -369,17 +369,17 @@ def _full(entry: WhatIf, layout: JobLayout) -> Group:
 
 
 def _peers(entry: WhatIf, layout: JobLayout) -> str:
-    shown = list(entry.from_whom.items())[:_PEERS_NAMED]
+    shown = list(entry.peers.items())[:_PEERS_NAMED]
     coded = bool(layout.placement.groups)
-    told = ", ".join(
+    named = ", ".join(
         f"worker {worker} rebuilt from {len(givers)} workers"
         if coded
         else f"worker {worker} from {' or '.join(map(str, givers))}"
         for worker, givers in shown
         if givers
     )
-    more = len(entry.from_whom) - len(shown)
-    return f": {told}{f' and {more} more' if more > 0 else ''}" if told else ""
+    more = len(entry.peers) - len(shown)
+    return f": {named}{f' and {more} more' if more > 0 else ''}" if named else ""
 
 
 def _moment(entry: WhatIf) -> str:

@@ -212,7 +212,7 @@ class WhatIf:
     ranks: Mapping[Tier, int]
     """The number of ranks by the farthest tier that each needs."""
     without_training: Estimate
-    from_whom: Mapping[int, tuple[int, ...]]
+    peers: Mapping[int, tuple[int, ...]]
     """The remaining peers with its state, by worker that needs one."""
 
     @property
@@ -268,7 +268,7 @@ def answer(
         ),
         ranks={tier: len(those) * spec.procs_per_worker for tier, those in found.workers.items()},
         without_training=estimate(past, usual, loss.kind, found.farthest, spared),
-        from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
+        peers={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
     )
 
 

@@ -148,30 +148,30 @@ def _summary(layout: JobLayout, drawn: Links) -> Group:
         f": {plural(len(layout.sites), 'worker')} on {plural(len(nodes), 'node')}, {kind}",
         ("  planned" if layout.attempt is None else f"  attempt {layout.attempt}", "dim"),
     )
-    told: list[tuple[str, Text]] = []
+    rows: list[tuple[str, Text]] = []
     if survives := "; ".join(placement.tolerates):
-        told.append(("survives", Text(f"the loss of {survives}", style="bold green")))
+        rows.append(("survives", Text(f"the loss of {survives}", style="bold green")))
     else:
-        told.append(("survives", Text("no loss of a pod: its memory is the only one", style="bold red")))
+        rows.append(("survives", Text("no loss of a pod: its memory is the only one", style="bold red")))
     if placement.achieved_level != layout.spread and (any(placement.holders) or placement.groups):
         got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
-        told.append(("apart", Text(f"{got}, and {layout.spread} was asked for", style="bold yellow")))
+        rows.append(("apart", Text(f"{got}, and {layout.spread} was asked for", style="bold yellow")))
     kept = drawn.kept()
     if kept:
         least, most = min(kept.get(site.worker, 0) for site in layout.sites), max(kept.values())
         unit = "block" if placement.groups else "copy"
         many = f"{least} to {most}" if least != most else str(most)
         noun = unit if many == "1" else {"block": "blocks", "copy": "copies"}[unit]
-        told.append(("each keeps", Text(f"{many} {noun} for others")))
-    told += [("note", Text(remark, style="yellow")) for remark in layout.remarks]
+        rows.append(("each keeps", Text(f"{many} {noun} for others")))
+    rows += [("note", Text(remark, style="yellow")) for remark in layout.remarks]
     if placement.unprotected and (any(placement.holders) or placement.groups):
         more = " ..." if len(placement.unprotected) > 12 else ""
         shown = ", ".join(map(str, placement.unprotected[:12])) + more
         whole = f"{plural(len(placement.unprotected), 'worker')}: {shown}"
-        told.append(("unprotected", Text(whole, style="bold red")))
+        rows.append(("unprotected", Text(whole, style="bold red")))
     if placement.reason:
-        told.append(("why", Text(placement.reason)))
-    return Group(head, *(Text.assemble((f"  {name:<13}", "dim"), what) for name, what in told))
+        rows.append(("why", Text(placement.reason)))
+    return Group(head, *(Text.assemble((f"  {name:<13}", "dim"), what) for name, what in rows))
 
 
 def _kind(layout: JobLayout) -> str:

@@ -212,13 +212,13 @@ def times_of(
     """Returns (times, their sources as sentences); without any recovery, `usual` times and no sentence.
 
     Parts that are assumed explicitly are the same for every kind of failure, whatever was measured."""
-    told = measured_recoveries(jobs)
-    if not told:
+    past = measured_recoveries(jobs)
+    if not past:
         return usual.changed(lambda each: replace(each, **overrides)), ()
-    found = measure(told, usual)
+    found = measure(past, usual)
     times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **overrides))
     whose = ", ".join(dict.fromkeys(str((job.get("metadata") or {}).get("name") or "a job") for job in jobs))
-    count = len(told)
+    count = len(past)
     lines = [
         f"{count} recover{'y' if count == 1 else 'ies'} of {whose} (means; all of it stands for this size)"
     ]
@@ -256,9 +256,9 @@ def _read(job: Mapping[str, Any]) -> list[MeasuredRecovery]:
     ]
 
 
-def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
+def measure(past: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
     """Averages the recoveries of each kind; `usual` times replace those without a measurement."""
-    by_kind = {kind: [each for each in told if each.kind == kind] for kind in KINDS}
+    by_kind = {kind: [each for each in past if each.kind == kind] for kind in KINDS}
     derived: list[str] = []
     in_place = [each.recovery.restore for each in by_kind[PROCESS] if each.recovery.farthest is Tier.LOCAL]
     local = fmean(in_place) if in_place else usual.restore.local
@@ -266,7 +266,7 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
         derived.append(f"restore from own memory: {local:.3g} s, assumed")
     # A peer's copy takes time to transfer, at most that of the shortest restore from a peer that was seen.
     carried = max(0.0, usual.restore.peer - usual.restore.local)
-    seen = [each.recovery.restore for each in told if each.recovery.farthest is Tier.PEER]
+    seen = [each.recovery.restore for each in past if each.recovery.farthest is Tier.PEER]
     peer = min([local + carried, *seen])
     waits = {
         (kind, spared): fmean(found)
@@ -277,7 +277,7 @@ def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredT
     remote = usual.restore.remote
     far = [
         max(local, each.recovery.restore - _wait(each.kind, each.spared, waits))
-        for each in told
+        for each in past
         if each.recovery.farthest is Tier.REMOTE
     ]
     if far:

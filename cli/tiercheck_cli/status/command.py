@@ -280,8 +280,8 @@ def _tiers(view: StatusView) -> Table:
 
 def _tier_cells(tier: TierView) -> tuple[Text, ...]:
     if tier.step is None:
-        told = "nothing yet" if tier.configured else "not configured"
-        return (Text(told, style="dim"), Text(), Text(), Text(), Text())
+        state = "nothing yet" if tier.configured else "not configured"
+        return (Text(state, style="dim"), Text(), Text(), Text(), Text())
     lag = tier.lag_steps or 0
     return (
         Text(_number(tier.step)),

@@ -50,7 +50,7 @@ class _Series:
     name: str = ""
     """The Event's name; empty: not posted yet."""
     count: int = 0
-    told: int = 0
+    posted: int = 0
     """The count that the cluster's Event has."""
     last: float = 0.0
     written: float = float("-inf")
@@ -73,18 +73,18 @@ class EventPoster:
             if notice.reason != POD_REMOVED:  # the deletion is already logged
                 log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
         for series in list(self._series.values()):
-            if series.count > series.told and now - series.written >= _PAUSE:
+            if series.count > series.posted and now - series.written >= _PAUSE:
                 await self._write(job, series, now)
 
     async def post_removed(self, job: JobView, removed: Sequence[DeletePod], now: float) -> None:
         """Posts the reasons of pod deletions, on the job and on the pods themselves."""
         if not removed:
             return
-        told = [
+        notices = [
             Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed
         ]
-        await self.post(job, told, now)
-        pairs = list(zip(removed, told, strict=True))[:_PODS_AT_ONCE]
+        await self.post(job, notices, now)
+        pairs = list(zip(removed, notices, strict=True))[:_PODS_AT_ONCE]
         await asyncio.gather(*(_post(self._kube, _pod(job, pod), notice, now) for pod, notice in pairs))
 
     def _of(self, notice: Notice) -> _Series:
@@ -101,17 +101,17 @@ class EventPoster:
         return series
 
     async def _write(self, job: JobView, series: _Series, now: float) -> None:
-        series.written, told = now, series.count
+        series.written, count = now, series.count
         if not (series.name and await self._again(job, series)):
-            series.name = await _post(self._kube, _reference(job), series.notice, now, told)
-        series.told = told
+            series.name = await _post(self._kube, _reference(job), series.notice, now, count)
+        series.posted = count
 
     async def _again(self, job: JobView, series: _Series) -> bool:
         """Raises the Event's count in the cluster. Returns False if the Event is gone."""
         again = {
             "count": series.count,
             "lastTimestamp": rfc3339(series.last),
-            "message": _told(series.notice),
+            "message": _message_of(series.notice),
         }
         try:
             await self._kube.patch(EVENTS, job.namespace, series.name, again)
@@ -157,7 +157,7 @@ def _reference(job: JobView) -> Mapping[str, str]:
     }
 
 
-def _told(notice: Notice) -> str:
+def _message_of(notice: Notice) -> str:
     return redacted(notice.message)[:_MESSAGE_LIMIT]
 
 
@@ -176,7 +176,7 @@ async def _post(kube: Kube, about: Mapping[str, str], notice: Notice, now: float
         "involvedObject": dict(about),
         "type": notice.type,
         "reason": notice.reason,
-        "message": _told(notice),
+        "message": _message_of(notice),
         "firstTimestamp": rfc3339(now),
         "lastTimestamp": rfc3339(now),
         "count": count,

@@ -278,8 +278,8 @@ class WorkerReport:
     @property
     def holdings_at(self) -> float | None:
         """The time when it last reported its holdings; None: never, or they were dropped."""
-        told = self.report is not None and self.report.tells_holdings
-        return self.answered_at if told else self.held_at
+        is_newest = self.report is not None and self.report.tells_holdings
+        return self.answered_at if is_newest else self.held_at
 
 
 @dataclass(frozen=True)

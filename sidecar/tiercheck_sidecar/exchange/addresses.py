@@ -173,7 +173,7 @@ class PeerAddresses:
     @property
     def hosts(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(each.host for told in self._reported.values() for each in told)
+            return frozenset(each.host for reported in self._reported.values() for each in reported)
 
     def routes(self, peer: Peer) -> tuple[PeerRoute, ...]:
         """Returns routes to try in order before the pod's address: least loaded first, equals in rotation."""

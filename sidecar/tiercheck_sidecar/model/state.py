@@ -218,23 +218,25 @@ class SidecarState:
             is_ready = self.restore.state is RestoreState.READY
             return self.directive if is_ready else None, self.verdict
 
-    def learn(self, told: SignedAttempt) -> None:
+    def learn(self, newest: SignedAttempt) -> None:
         """Records a newer attempt that a peer or the remote tier reports, if the operator has signed it."""
-        if told.attempt <= self.newest_attempt.attempt:
+        if newest.attempt <= self.newest_attempt.attempt:
             return
-        if not self._is_signed(told):
-            log.warning("attempt %d is not signed by the operator, and does not count", told.attempt)
+        if not self._is_signed(newest):
+            log.warning("attempt %d is not signed by the operator, and does not count", newest.attempt)
             return
         with self.lock:
-            if told.attempt <= self.newest_attempt.attempt:
+            if newest.attempt <= self.newest_attempt.attempt:
                 return
-            self._learned = told
-        log.warning("attempt %d has begun elsewhere; ours (%d) is over", told.attempt, self.attempt)
+            self._learned = newest
+        log.warning("attempt %d has begun elsewhere; ours (%d) is over", newest.attempt, self.attempt)
         self.bump()
 
-    def _is_signed(self, told: SignedAttempt) -> bool:
+    def _is_signed(self, begun: SignedAttempt) -> bool:
         return is_signed(
-            self.config.operator_public, attempt_statement(self.config.job_uid, told.attempt), told.signature
+            self.config.operator_public,
+            attempt_statement(self.config.job_uid, begun.attempt),
+            begun.signature,
         )
 
     def isolated(self, seconds: float) -> bool:
@@ -242,10 +244,10 @@ class SidecarState:
         Never without peers: no other sidecar could report a newer attempt then."""
         return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
 
-    def when_identified(self, tell: Callable[[SidecarConfig], None]) -> None:
+    def when_identified(self, callback: Callable[[SidecarConfig], None]) -> None:
         """Sets the callback for the first directive and each change of the worker's number.
         It is called under the lock, before other threads see the directive."""
-        self._on_identity = tell
+        self._on_identity = callback
 
     def hear_controller(self) -> None:
         self.controller_at = self.clock()

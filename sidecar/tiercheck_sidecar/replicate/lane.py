@@ -356,8 +356,8 @@ class HolderLanes(ABC):
                 return
             self._reasons[lane.holder.worker, lane.kind] = reason
             worst = {worker: why for (worker, _), why in self._reasons.items() if why}
-            told = [f"Worker {worker} {self.failure_clause}: {why}" for worker, why in sorted(worst.items())]
-            self.state.problem("PeerUnreachable", ". ".join([*told, self.conclusion]) if told else "")
+            parts = [f"Worker {worker} {self.failure_clause}: {why}" for worker, why in sorted(worst.items())]
+            self.state.problem("PeerUnreachable", ". ".join([*parts, self.conclusion]) if parts else "")
 
     def _begin(self, era: Era, old: Era | None) -> None:
         """Resets what is known of the holders. Called under the lock."""

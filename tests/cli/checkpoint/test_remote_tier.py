@@ -33,17 +33,17 @@ def test_bad_place_is_said_to_be_bad_with_what_to_do_and_an_exit_status(tmp_path
 
 def test_folder_is_nobodys_then_one_jobs_then_the_others(tmp_path: Path) -> None:
     place = (*PLACE, str(tmp_path))
-    assert run("remote", "owner", "gpt", *place).out.strip() == "nobody's yet"
+    assert run("remote", "owner", "gpt", *place).out.strip() == "no owner yet"
     first = run("remote", "take-over", "gpt", *place, "--uid", "uid-1")
     assert (first.status, first.out.strip()) == (0, "ml/gpt, UID uid-1, has it now")
-    assert first.err.strip() == "before: nobody"
+    assert first.err.strip() == "before: no owner"
     assert run("remote", "take-over", "gpt", *place, "--uid", "uid-1").out.strip() == "ml/gpt has it already"
     second = run("remote", "take-over", "gpt", *place, "--uid", "uid-2", "--cluster", "c-2")
     assert "before: job UID uid-1 of cluster unknown since 20" in second.err
     assert "job UID uid-2 of cluster c-2 since 20" in run("remote", "owner", "gpt", *place).out
     clone = run("remote", "take-over", "gpt", *place, "--uid", "uid-2", "--cluster", "c-3")
     assert "has it now" in clone.out
-    assert run("remote", "owner", "other", *place).out.strip() == "nobody's yet"
+    assert run("remote", "owner", "other", *place).out.strip() == "no owner yet"
 
 
 def test_uid_without_a_place_is_a_wrong_command_line(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
     (found,) = answers("rack=rack-1")
     assert found.resume_point.farthest is Tier.PEER
     assert (found.resume_point.step, found.lost_steps) == (12479, 1)
-    assert found.from_whom == {1: (0,), 5: (4,)}
+    assert found.peers == {1: (0,), 5: (4,)}
     time = found.without_training
     assert (time.measured, time.source) == (True, "as after NodeLost in attempt 5")
     assert time.seconds == pytest.approx(47.3 - 1.91)  # the first step is training

@@ -108,10 +108,10 @@ class UnfinishedUpload:
                     found.append((name, good))
         except ClientError as error:
             # Not every server or policy allows it; then all of it is sent.
-            told = s3_errors.from_boto(error, self._location)
-            if told.reason not in (Reason.FORBIDDEN, Reason.OTHER):
+            failure = s3_errors.from_boto(error, self._location)
+            if failure.reason not in (Reason.FORBIDDEN, Reason.OTHER):
                 raise
-            log.info("cannot list what is left of %s: %s", self._place["Key"], told)
+            log.info("cannot list what is left of %s: %s", self._place["Key"], failure)
         return max(found, key=lambda each: len(each[1]))
 
     def _is_ours(self, stored: Any) -> bool:

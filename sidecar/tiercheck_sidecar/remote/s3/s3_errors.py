@@ -105,14 +105,14 @@ def read_page(text: str) -> tuple[str, str]:
 
 def answer_of(response: Mapping[str, Any]) -> Answer:
     """Converts the form in which botocore returns an answer."""
-    told, more = response.get("Error", {}), response.get("ResponseMetadata", {})
-    code = str(told.get("Code") or "")
+    said, more = response.get("Error", {}), response.get("ResponseMetadata", {})
+    code = str(said.get("Code") or "")
     return Answer(
         int(more.get("HTTPStatusCode", 0)),
         "" if code.isdigit() else code,
-        read_page("".join(f"<Message>{html.escape(str(told.get(key) or ''))}</" for key in _SENTENCES))[1],
-        str(told.get("Region") or more.get("HTTPHeaders", {}).get("x-amz-bucket-region") or ""),
-        str(told.get("Header") or ""),
+        read_page("".join(f"<Message>{html.escape(str(said.get(key) or ''))}</" for key in _SENTENCES))[1],
+        str(said.get("Region") or more.get("HTTPHeaders", {}).get("x-amz-bucket-region") or ""),
+        str(said.get("Header") or ""),
     )
 
 
