@@ -57,18 +57,19 @@ def may_differ(name: str) -> bool:
 
 def cannot_be_applied(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Returns a variable that differs and had to be set before the imports; empty if there is none."""
-    return next((name for name in _different(before, now) if not may_differ(name)), "")
+    return next(iter(_different(before, now)), "")
 
 
 def set_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Returns a variable that torch reads at import and the user's code changed before; empty if none."""
-    return next(
-        (name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), ""
-    )
+    return next(filter(_EARLY.fullmatch, _different(before, now)), "")
 
 
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    """Returns the variables that differ, and that no attempt may set after torch was imported."""
+    return sorted(
+        name for name in {*before, *now} if before.get(name) != now.get(name) and not may_differ(name)
+    )
 
 
 class PreloadedModuleHider(MetaPathFinder, Loader):

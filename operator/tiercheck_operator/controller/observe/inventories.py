@@ -194,15 +194,7 @@ def without_versions(
 
     return replace(
         situation,
-        inventories=[
-            JobInventory(
-                entry.worker,
-                {rank: left(held) for rank, held in entry.own.items()},
-                {rank: left(held) for rank, held in entry.hosted.items()},
-                {share: left(held) for share, held in entry.blocks.items()},
-            )
-            for entry in situation.inventories
-        ],
+        inventories=[entry.map_artifacts(left) for entry in situation.inventories],
         remote=replace(
             situation.remote,
             versions=[version for version in situation.remote.versions if version not in bad],

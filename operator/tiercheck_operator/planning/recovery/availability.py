@@ -42,6 +42,15 @@ class JobInventory:
     blocks: Mapping[Share, Artifacts] = field(default_factory=dict)
     """The parity blocks kept for other workers."""
 
+    def map_artifacts(self, change: Callable[[Artifacts], Artifacts]) -> JobInventory:
+        """Returns the inventory with the result of `change` in place of what is at each of its places."""
+        return JobInventory(
+            self.worker,
+            {rank: change(held) for rank, held in self.own.items()},
+            {rank: change(held) for rank, held in self.hosted.items()},
+            {share: change(held) for share, held in self.blocks.items()},
+        )
+
 
 @dataclass(frozen=True)
 class RemoteInventory:

@@ -159,21 +159,13 @@ class ResizedStock:
                 found = alike[id(held)] = Artifacts(*kept)
             return found
 
-        def blocks(entry: JobInventory) -> Iterator[tuple[Share, Artifacts]]:
-            for share, held in entry.blocks.items():
-                kept = left(held)
-                if kept.snapshots or kept.deltas:
-                    yield share, kept
+        def used(blocks: Mapping[Share, Artifacts]) -> dict[Share, Artifacts]:
+            return {share: held for share, held in blocks.items() if held.snapshots or held.deltas}
 
-        return [
-            JobInventory(
-                entry.worker,
-                {rank: left(held) for rank, held in entry.own.items()},
-                {rank: left(held) for rank, held in entry.hosted.items()},
-                dict(blocks(entry)),
-            )
-            for entry in inventories
-        ], replace(remote, versions=frozenset(filter(ours, remote.versions)))
+        kept = [entry.map_artifacts(left) for entry in inventories]
+        return [replace(entry, blocks=used(entry.blocks)) for entry in kept], replace(
+            remote, versions=frozenset(filter(ours, remote.versions))
+        )
 
 
 class _OldStock(Availability):
