@@ -158,13 +158,13 @@ class Channel:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
 
-    def say(self, word: str) -> None:
+    def send(self, line: str) -> None:
         try:
-            self._socket.sendall(word.encode(errors="replace") + b"\n")
+            self._socket.sendall(line.encode(errors="replace") + b"\n")
         except OSError:
             sys.exit(0)  # the launcher does not wait for this process any more
 
-    def hear(self) -> dict[str, str]:
+    def receive(self) -> dict[str, str]:
         """Returns the environment to start in. Exits the process if the launcher closes the connection."""
         received = b""
         while not received.endswith(b"\n"):
@@ -202,7 +202,7 @@ def prepare(
         if not recipe.module:
             refuse_script(recipe.target, must_exist=False)
     except NotReusable as unfit:
-        channel.say(f"never {unfit}")
+        channel.send(f"never {unfit}")
         sys.exit(0)
     try:
         with warnings.catch_warnings():
@@ -212,22 +212,22 @@ def prepare(
             of_torch = [each for each in warnings.filters if each not in filters]
             importlib.import_module(_LATER)
     except Exception as error:  # the command itself will raise it again, in its own output
-        channel.say(f"never {type(error).__name__} while importing: {error}")
+        channel.send(f"never {type(error).__name__} while importing: {error}")
         sys.exit(0)
     set_by_imports = {name: value for name, value in os.environ.items() if imported_with.get(name) != value}
-    channel.say("ready")
-    environment = channel.hear()
+    channel.send("ready")
+    environment = channel.receive()
     rename(name)
     try:
         if late := cannot_be_applied(imported_with, environment):
             raise NotReusable(f"{late} has changed since torch was imported")
         command = build(recipe, names)
     except NotReusable as unfit:
-        channel.say(f"cold {unfit}")
+        channel.send(f"cold {unfit}")
         start_cold(given, environment)
     apply(environment)
     imports = Imports(before, imported_with, set_by_imports, of_torch)
-    channel.say("warm")
+    channel.send("warm")
     channel.close()
     hide_preloaded_modules(imports, given, environment)
     take_over(recipe, command)
@@ -246,7 +246,7 @@ def rename(name: str) -> str:
 
 
 def refuse_users_start_up() -> None:
-    """Raises Unfit if a sitecustomize or usercustomize ran, which may have read an attempt's variables.
+    """Raises NotReusable if a sitecustomize or usercustomize ran, which may have read an attempt's variables.
 
     Allowed are files directly in the standard library's folder (not those installed below it, in
     site-packages) or in /etc/python3* (Debian's own), and any module that sets `tiercheck_warm = True`.
@@ -263,7 +263,7 @@ def refuse_users_start_up() -> None:
 
 
 def refuse_other_library() -> None:
-    """Raises Unfit unless the `tiercheck` that this interpreter finds first is the one running here."""
+    """Raises NotReusable unless the `tiercheck` that this interpreter finds first is the one running here."""
     found = importlib.machinery.PathFinder.find_spec("tiercheck")
     if found is None or os.path.realpath(found.origin or "") != os.path.realpath(tiercheck.__file__ or ""):
         raise NotReusable(f"{sys.executable} does not find the launcher's own tiercheck first")
@@ -278,7 +278,7 @@ def set_search_path(recipe: Recipe) -> None:
 
 
 def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
-    """Returns the source of a script. Raises Unfit if it is not a plain script."""
+    """Returns the source of a script. Raises NotReusable if it is not a plain script."""
     if pkgutil.get_importer(os.path.abspath(path)) is not None:
         raise NotReusable(f"{path} is a folder or an archive")
     try:
@@ -294,7 +294,7 @@ def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
 
 
 def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
-    """Does every step that can fail, before anything is changed. Raises Unfit."""
+    """Does every step that can fail, before anything is changed. Raises NotReusable."""
     if recipe.module:
         return Command(
             {name: names[name] for name in names if name not in ("__file__", "__cached__")},
