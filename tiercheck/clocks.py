@@ -51,7 +51,7 @@ class ClockSkew:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
-    def heard(self, host: str, date: str | None, now: float) -> float:
+    def measure(self, host: str, date: str | None, now: float) -> float:
         """Returns the seconds by which the host's clock is ahead, from the Date of a response just received.
 
         Small changes return the previous value, so that a report does not look new only because of them.

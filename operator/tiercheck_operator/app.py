@@ -318,14 +318,14 @@ class Operator:
         labels = {names.LABEL_JOB_UID: kopf.PRESENT} if kind.query else None
 
         @kopf.on.event(*where, labels=labels, registry=registry)
-        async def heard(type: str | None, body: kopf.Body, **_: Any) -> None:
+        async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
             try:
                 if type != "DELETED":
                     kind.changed(body)
             finally:
                 self._metrics.watched(name)
-                self._resync.heard(name, uid, version, listed=type is None)
+                self._resync.note_event(name, uid, version, listed=type is None)
             if type == "DELETED":
                 await kind.gone(uid)
 

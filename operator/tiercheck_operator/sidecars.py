@@ -276,7 +276,7 @@ class JobSidecars:
             raise SidecarError(f"pod {uid} is not followed")
         signed = replace(directive, signature=self._signer.sign_attempt(directive.attempt))
         body, keeps = self._directives.encode(signed), directive.attempt > 1
-        self._heard(each, await self._request(each, _BARE, self._call, body=body, keeps=keeps))
+        self._record_report(each, await self._request(each, _BARE, self._call, body=body, keeps=keeps))
 
     async def close(self) -> None:
         """Stops polling."""
@@ -293,7 +293,7 @@ class JobSidecars:
             try:
                 report = await self._poll_unless_in_vain(each, serial, wait)
                 if report is not None:
-                    self._heard(each, report)
+                    self._record_report(each, report)
                     if wait == 0:
                         self._wake()  # a reconcile waits for this answer even if nothing changed
                     serial, (wait, pause) = report.serial, self._pace()
@@ -303,7 +303,7 @@ class JobSidecars:
             except SidecarError as error:
                 now = self._clock()
                 due = max(due, now - self._call)  # before that the call may have waited for its turn
-                self._not_heard(each, error, min(due, now), error.sign or await _knock(each.host))
+                self._record_silence(each, error, min(due, now), error.sign or await _knock(each.host))
                 retry = _FIRST_RETRY if each.known.answered_at is None else _RETRY
                 pause = max(retry, len(self._silent) / _RETRIES_PER_SECOND)
                 serial, wait = -1, 0.0
@@ -334,12 +334,12 @@ class JobSidecars:
                 each.again = False
                 asked = self._clock()
                 try:
-                    self._heard(each, await self._get_all(each))
+                    self._record_report(each, await self._get_all(each))
                     self._wake()
                 except SidecarError as error:
                     # The call may have waited for its turn before.
                     asked = max(asked, self._clock() - min(_AT_ONCE, self._call))
-                    self._not_heard(each, error, asked, error.sign or await _knock(each.host))
+                    self._record_silence(each, error, asked, error.sign or await _knock(each.host))
                     if each.waiting is not None:
                         each.waiting.reschedule(0)
                         each.waiting = None
@@ -418,7 +418,7 @@ class JobSidecars:
                 allow_redirects=False,
             ) as response:
                 text = await _body(response, host, self._large)
-                ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
+                ahead = self._skew.measure(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
                     raise SidecarError(
                         f"{host} answered {response.status}: {text[:300].decode(errors='replace')}",
@@ -452,14 +452,14 @@ class JobSidecars:
             f"the lists of worker {report.worker} are not used. See what it keeps or delete it.",
         )
 
-    def _heard(self, each: FollowedSidecar, report: Report) -> None:
+    def _record_report(self, each: FollowedSidecar, report: Report) -> None:
         if self._followed.get(each.uid) is not each:
             return
         known, now = each.known, self._clock()
         before = known.report
         if report.pod_uid != each.uid:
             other = SidecarError("another pod answers at this address", "answered by another pod")
-            self._not_heard(each, other, now, HostProbe.NOTHING)
+            self._record_silence(each, other, now, HostProbe.NOTHING)
             return
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
@@ -478,7 +478,9 @@ class JobSidecars:
         if before != report or known.silent_since is not None:
             self._wake()
 
-    def _not_heard(self, each: FollowedSidecar, why: SidecarError, since: float, sign: HostProbe) -> None:
+    def _record_silence(
+        self, each: FollowedSidecar, why: SidecarError, since: float, sign: HostProbe
+    ) -> None:
         """Records a failed call. `since`: when an answer was due; `sign`: its host's reaction to a probe."""
         if self._followed.get(each.uid) is not each:
             return

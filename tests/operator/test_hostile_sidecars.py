@@ -377,25 +377,25 @@ def date(moment: float) -> str:
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0, 30.0])
 def test_skew_is_found_from_the_date_of_an_answer(ahead: float) -> None:
-    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == pytest.approx(ahead, abs=1.0)
+    assert ClockSkew().measure("h", date(NOW + ahead), NOW) == pytest.approx(ahead, abs=1.0)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 0.9, -1.0])
 def test_clocks_that_agree_leave_reports_as_they_are(ahead: float) -> None:
-    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == 0.0
+    assert ClockSkew().measure("h", date(NOW + ahead), NOW) == 0.0
 
 
 def test_skew_does_not_wander_with_the_fraction_of_a_second() -> None:
     skew = ClockSkew()
-    found = {skew.heard("h", date(NOW + passed + 60), NOW + passed) for passed in (0.0, 0.4, 0.9, 1.3, 7.7)}
+    found = {skew.measure("h", date(NOW + passed + 60), NOW + passed) for passed in (0.0, 0.4, 0.9, 1.3, 7.7)}
     assert len(found) == 1
 
 
 @pytest.mark.parametrize("text", [None, "yesterday"])
 def test_answer_without_a_usable_date_changes_nothing(text: str | None) -> None:
     skew = ClockSkew()
-    before = skew.heard("h", date(NOW + 100), NOW)
-    assert skew.heard("h", text, NOW) == before
+    before = skew.measure("h", date(NOW + 100), NOW)
+    assert skew.measure("h", text, NOW) == before
 
 
 def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:

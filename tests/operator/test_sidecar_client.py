@@ -227,11 +227,13 @@ async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: 
     report = some_report()
     listening.follow({report.pod_uid: HOST})
     followed = listening._followed[report.pod_uid]
-    listening._heard(followed, report)
-    listening._heard(followed, dataclasses.replace(report, serial=report.serial - 1, revision="older"))
+    listening._record_report(followed, report)
+    listening._record_report(
+        followed, dataclasses.replace(report, serial=report.serial - 1, revision="older")
+    )
     assert heard(listening, report.pod_uid) == report
     restarted = dataclasses.replace(report, serial=1, instance="another")
-    listening._heard(followed, restarted)
+    listening._record_report(followed, restarted)
     assert heard(listening, report.pod_uid) == restarted
 
 

@@ -170,10 +170,10 @@ class UninjectedPods:
         said = pod.annotations.get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
         if going:
             said += " The other workers wait for it, so it is evicted and its controller makes another."
-        told, now = await self._events.warn(about, NOT_ATTACHED, said), self._clock()
+        posted, now = await self._events.warn(about, NOT_ATTACHED, said), self._clock()
         self._kept = {known: until for known, until in self._kept.items() if until > now}
         if not going or uid in self._kept:
-            return told
+            return posted
         try:
             await self._kube.evict(namespace, name, uid=uid)
         except ApiFailure as error:

@@ -290,8 +290,8 @@ def report_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraf
         (situation.owner_size is not None, lambda: replacing.describe_owner(situation)),
     )
     found = next((said for due, describe in rules if due and (said := describe())), None)
-    told = draft.status.condition(conditions.PLACED)
-    if found is None and draft.findings.placed is None and told is not None and told.reason in _PASSING:
+    placed = draft.status.condition(conditions.PLACED)
+    if found is None and draft.findings.placed is None and placed is not None and placed.reason in _PASSING:
         worth = placing.describe_members(situation, draft.placement)
         found = worth.found if isinstance(worth, placing.Placed) else worth
     return draft if found is None else draft.with_findings(placed=found)

@@ -51,7 +51,7 @@ class Executor:
     ) -> None:
         self._kube, self._config, self._owned_objects, self._cluster = kube, config, belongings, cluster
         self._removed: list[actions.DeletePod] = []
-        self._told: set[tuple[str, bool]] = set()
+        self._deleted: set[tuple[str, bool]] = set()
         self.refusals = RefusalMemory()
 
     async def run(
@@ -149,14 +149,16 @@ class Executor:
         if isinstance(action, actions.CreateSpare):
             pod = build_spare(job, action.number, avoid, image, unwelcome=unwelcome, node_memory=memory)
         else:
-            who, prefer = (action.worker, action.incarnation), action.prefer
-            pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
+            identity, prefer = (action.worker, action.incarnation), action.prefer
+            pod = build_pod(
+                job, *identity, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory
+            )
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
         name = pod["metadata"]["name"]
         try:
             made = await self._kube.create(_PODS_STRICTLY, job.namespace, pod)
         except ApiFailure as error:
-            if not (error.conflict and await self._is_late_news(job, name)):
+            if not (error.conflict and await self._is_outdated(job, name)):
                 raise
         else:
             failpoint("after-pod-create")
@@ -165,7 +167,7 @@ class Executor:
             log.info("%s/%s: created pod %s", job.namespace, job.name, name)
             self.refusals.note_made(name)
 
-    async def _is_late_news(self, job: JobView, name: str) -> bool:
+    async def _is_outdated(self, job: JobView, name: str) -> bool:
         """Returns whether the pod is there, and our view is late. Raises NameTaken if it is not the job's."""
         found = await self._kube.find(api_server.PODS, job.namespace, name)
         if found is None or _has_identity(job, found):
@@ -224,8 +226,8 @@ class Executor:
         )
         self.refusals.made.pop(action.name, None)
         # Our view of the pods may be a moment old: a deletion requested twice is reported once.
-        if found and (action.uid, action.force) not in self._told:
-            self._told.add((action.uid, action.force))
+        if found and (action.uid, action.force) not in self._deleted:
+            self._deleted.add((action.uid, action.force))
             self._removed.append(action)
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
@@ -322,15 +324,15 @@ class RefusalMemory:
                 self.names_taken |= {error.name}
                 pause = 0.0  # the next name is tried at once
             broken = tries > PATIENT_FAILURES and error.status > 0
-            told = error.refused or isinstance(error, NameTaken) or broken
-            known[subject] = Refusal(str(error), now + pause, tries, told)
+            is_shown = error.refused or isinstance(error, NameTaken) or broken
+            known[subject] = Refusal(str(error), now + pause, tries, is_shown)
         self.known = known
-        return _told(before) != _told(known)
+        return _shown(before) != _shown(known)
 
     def seconds_to_next_try(self, now: float) -> float | None:
         """Returns the seconds until the next refused action is due; None if nothing is refused."""
         return min((max(0.0, refusal.again_at - now) for refusal in self.known.values()), default=None)
 
 
-def _told(known: Mapping[int | str, Refusal]) -> dict[int | str, str]:
-    return {subject: refusal.sentence for subject, refusal in known.items() if refusal.told}
+def _shown(known: Mapping[int | str, Refusal]) -> dict[int | str, str]:
+    return {subject: refusal.sentence for subject, refusal in known.items() if refusal.is_shown}

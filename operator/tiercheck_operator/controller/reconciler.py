@@ -191,7 +191,7 @@ class JobLoop:
             await asyncio.sleep(
                 delay if self._failures else max(_LEAST_PAUSE, _COOLDOWN_FACTOR * self._deciding)
             )
-            quiet = self._failures > 0 or not await self._news_within(delay)
+            quiet = self._failures > 0 or not await self._changed_within(delay)
             if quiet and delay >= self._context.config.resync_seconds:
                 self._known = False  # nothing happened for a while: read everything again
 
@@ -200,7 +200,7 @@ class JobLoop:
         if removed:
             await self._events.post_removed(parse_job(self._raw), removed, self._context.clock())
 
-    async def _news_within(self, seconds: float) -> bool:
+    async def _changed_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._woken.wait()
@@ -291,10 +291,10 @@ class JobLoop:
         why = f"The job cannot be understood, and is left alone: {named}{error}"[:500]
         log.warning("%s: %s", self.named, why)
         await self._post_warning("NotUnderstood", why)
-        told = with_unreadable(self._raw.get("status") or {}, generation, why, self._context.clock())
+        shown = with_unreadable(self._raw.get("status") or {}, generation, why, self._context.clock())
         patch = {
             "metadata": {"resourceVersion": metadata.get("resourceVersion"), "uid": metadata["uid"]},
-            "status": without_credentials(told),
+            "status": without_credentials(shown),
         }
         try:
             await self._context.kube.patch(JOBS, *self.key, patch, subresource="status")
@@ -320,13 +320,13 @@ class JobLoop:
         late = {
             pod.node for pod in self._pods(job) if not pod.claimed and now - (pod.housed_since or now) > _LATE
         }
-        self._kubelets = await leases.heard(filter(None, late), now) if late and leases is not None else {}
+        self._kubelets = await leases.renewals(filter(None, late), now) if late and leases is not None else {}
 
     def _is_done(self, job: JobView) -> bool:
         """Returns whether the job needs nothing any more: finished and queued jobs may exist in hundreds."""
-        told = job.status.condition(conditions.SUSPENDED)
-        queued = job.spec.suspend and told is not None and told.status is True
-        if queued and told is not None and told.observed_generation == job.generation:
+        suspended = job.status.condition(conditions.SUSPENDED)
+        queued = job.spec.suspend and suspended is not None and suspended.status is True
+        if queued and suspended is not None and suspended.observed_generation == job.generation:
             return not any(self._pods(job))
         return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
@@ -351,10 +351,10 @@ class JobLoop:
                 clock=context.clock,
                 lines=context.lines,
             )
-        heard: Mapping[str, WorkerReport] = {}
+        earlier: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
-            heard = self._sidecars.reports  # includes the final reports of those that are dropped next
+            earlier = self._sidecars.reports  # includes the final reports of those that are dropped next
             self._sidecars.want_holdings(_holdings_matter(job, self._owned_objects.placement))
             self._sidecars.follow(hosts, keep=self._vanished_members(job, pods))
         return Observation(
@@ -363,7 +363,7 @@ class JobLoop:
             pods=tuple(pod for pod in pods if not pod.is_spare),
             spares=tuple(pod for pod in pods if pod.is_spare),
             nodes=context.nodes(),
-            reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
+            reports={**earlier, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._owned_objects.placement,
             patience=context.config.patience,
             unwelcome=find_unwelcome(context.places, job.namespace),

@@ -258,7 +258,7 @@ class NodeLeases:
         self._kube = kube
         self._seen: dict[str, tuple[str, float]] = {}
 
-    async def heard(self, nodes: Iterable[str], now: float) -> dict[str, float]:
+    async def renewals(self, nodes: Iterable[str], now: float) -> dict[str, float]:
         """Returns when each node's lease last changed; without nodes that have no readable lease."""
         found: dict[str, float] = {}
         for node in nodes:

@@ -35,7 +35,7 @@ class ObjectParser:
     """Parses objects, and logs each invalid one once."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[str, None] = OrderedDict()
+        self._logged: OrderedDict[str, None] = OrderedDict()
 
     def parse_or_none(
         self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]
@@ -46,14 +46,14 @@ class ObjectParser:
         except Exception as error:  # foreign data is not a bug here, however deeply nested
             metadata = raw["metadata"]
             uid = str(metadata["uid"])
-            if uid not in self._told:
+            if uid not in self._logged:
                 name = f"{metadata.get('namespace') or ''}/{metadata.get('name')}".lstrip("/")
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 log.warning("%s %s makes no sense, and is left out: %s", kind, name, why)
-            self._told[uid] = None
-            self._told.move_to_end(uid)
-            if len(self._told) > _REMEMBERED:
-                self._told.popitem(last=False)
+            self._logged[uid] = None
+            self._logged.move_to_end(uid)
+            if len(self._logged) > _REMEMBERED:
+                self._logged.popitem(last=False)
             return None
 
 
@@ -251,9 +251,9 @@ class Resync:
         now = asyncio.get_running_loop().time()
         return [hearing.trouble(now) for hearing in self._health.values()]
 
-    def heard(self, kind: str, uid: str, version: int, *, listed: bool) -> None:
+    def note_event(self, kind: str, uid: str, version: int, *, listed: bool) -> None:
         """Notes an object from the watch; `listed`: from a list, which does not show deletions."""
-        self._health[kind].heard(uid, version)
+        self._health[kind].note_event(uid, version)
         self._look_whether_all_is_seen()
         if listed:
             self._due.set()
@@ -316,7 +316,7 @@ class WatchHealth:
         self._listed_at = now
         self._missed = {uid: self._missed.get(uid, (version, now)) for uid, version in unseen.items()}
 
-    def heard(self, uid: str, version: int) -> None:
+    def note_event(self, uid: str, version: int) -> None:
         """Notes an object that the watch showed."""
         missed = self._missed.get(uid)
         if missed is not None and missed[0] <= version:

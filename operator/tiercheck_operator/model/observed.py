@@ -27,18 +27,14 @@ ANNOTATION_GIVEN_UP = "tiercheck.io/given-up"
 
 @dataclass(frozen=True)
 class Patience:
-    """The controller's timeouts, in seconds."""
+    """The controller's timeouts, in seconds. `planning.suspicion` explains those of silent sidecars."""
 
     settle: float = 1.0
     """Seconds after a trainer failure in which a pod or node loss may still explain it."""
     accused: float = 2.0
-    """Seconds for a silent sidecar that no peer can reach either."""
     suspect: float = 10.0
-    """Seconds for a silent sidecar while another trainer has failed, or peers report it as closed."""
     silent: float = 60.0
-    """Seconds for a silent sidecar when nothing else is wrong."""
     isolated: float = 30.0
-    """Seconds for a node with sidecars that answer the operator while no peer can reach them."""
     hand_over: float = 5.0
     """Seconds for an ending pod to send its holders what they lack, before the next attempt refuses it."""
     unclaimed: float = 8.0
@@ -244,7 +240,7 @@ class Refusal:
     again_at: float
     """Unix seconds of the next try."""
     tries: int = 1
-    told: bool = True
+    is_shown: bool = True
     """True if the status reports it: a brief problem is not reported."""
 
 

@@ -190,7 +190,7 @@ async def test_pod_that_admission_made_unrecognizable_is_deleted_and_told_as_a_r
     assert "Pod j-0-0 was admitted with other labels" in said
     assert "admission webhook" in said
     assert server.names("DELETE") == ["j-0-0"]
-    assert (memory.names_taken, memory.known[0].told) == (frozenset(), True)
+    assert (memory.names_taken, memory.known[0].is_shown) == (frozenset(), True)
 
 
 async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told() -> None:
@@ -199,7 +199,7 @@ async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told() 
     while now < 60.0:
         memory.note([action], await work.run(World().observe().job, memory.due([action], now), None), now)
         server.objects.clear()
-        told += [refusal.told for refusal in memory.known.values()]
+        told += [refusal.is_shown for refusal in memory.known.values()]
         said = [refusal.sentence for refusal in memory.known.values()] or said
         now += memory.seconds_to_next_try(now) or 0.02
     assert 8 <= len(server.names("POST")) <= 14, "and not three thousand"

@@ -118,11 +118,11 @@ class Leases:
 async def test_lease_counts_by_its_own_time_first_and_then_by_when_it_was_seen_to_change() -> None:
     server = Leases(right=RIGHT, behind=BEHIND, ahead=AHEAD)
     leases, nodes = NodeLeases(cast(Kube, server)), ("right", "behind", "ahead", "gone", "forbidden")
-    first = await leases.heard(nodes, NOW)
+    first = await leases.renewals(nodes, NOW)
     assert first == {"right": NOW - 5, "behind": NOW - 3600, "ahead": NOW}
-    assert await leases.heard(nodes, NOW + 20) == first, "nothing was renewed"
+    assert await leases.renewals(nodes, NOW + 20) == first, "nothing was renewed"
     server.renewed["behind"] = "2027-01-15T07:00:10Z"
-    assert (await leases.heard(nodes, NOW + 30))["behind"] == NOW + 30
+    assert (await leases.renewals(nodes, NOW + 30))["behind"] == NOW + 30
 
 
 # Pods are told which cluster they are in, and never a wrong one: a store that two share knows them by that.

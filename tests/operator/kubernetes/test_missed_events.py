@@ -76,7 +76,7 @@ def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace
     hearing.compared(watched.compare(watched.uids(), {"a": 9})[1], now=125.0)
     assert "the watch of Pod is deaf" in hearing.trouble(131.0), "newer news of it do not start the time anew"
     watched.put("a", 5, "a")
-    hearing.heard("a", 5)
+    hearing.note_event("a", 5)
     assert hearing.trouble(131.0) == ""
     assert hearing.complete
 
@@ -143,7 +143,7 @@ async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_s
 ) -> None:
     listing = Listing("Pod", {})
     await listing.look()
-    listing.resync.heard("Pod", "uid", 1, listed=True)
+    listing.resync.note_event("Pod", "uid", 1, listed=True)
     await turns(between)
     await listing.end()
 
@@ -152,13 +152,13 @@ async def test_all_is_seen_once_the_watch_has_told_of_everything_that_the_first_
     listing = Listing("Pod", {"a": 5, "b": 7})
     seen_all = listing.resync.seen_all
     listing.watched.put("a", 5, "a")
-    listing.resync.heard("Pod", "a", 5, listed=True)
+    listing.resync.note_event("Pod", "a", 5, listed=True)
     assert not seen_all.is_set(), "nobody has looked yet"
     await listing.look()
     assert not seen_all.is_set()
-    listing.resync.heard("Pod", "b", 6, listed=True)
+    listing.resync.note_event("Pod", "b", 6, listed=True)
     assert not seen_all.is_set(), "that was an older one"
-    listing.resync.heard("Pod", "b", 7, listed=False)
+    listing.resync.note_event("Pod", "b", 7, listed=False)
     assert seen_all.is_set()
     await listing.end()
 

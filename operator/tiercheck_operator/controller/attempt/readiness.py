@@ -46,20 +46,20 @@ def waiting_for_pods(situation: Situation) -> Finding | None:
     """Returns what is missing until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
     if missing and not replacing.refused_workers(situation):
-        told = f"workers without a pod: {listed(missing, 8)}{replacing.describe_newest_place(situation)}"
+        text = f"workers without a pod: {listed(missing, 8)}{replacing.describe_newest_place(situation)}"
         resized = replacing.describe_owner(situation)
         if resized is not None:
-            return Finding(resized.reason, f"{told}. {resized.message}", 1.0)
-        return Finding(conditions.WAITING_FOR_PODS, told, 1.0)
+            return Finding(resized.reason, f"{text}. {resized.message}", 1.0)
+        return Finding(conditions.WAITING_FOR_PODS, text, 1.0)
     if situation.membership.beyond:
-        told = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
-        return Finding(conditions.WAITING_FOR_PODS, told, 1.0)
+        text = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
+        return Finding(conditions.WAITING_FOR_PODS, text, 1.0)
     gated = [pod for pod in situation.members.values() if pod.gates]
     if gated:
         gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])
         whose = f"(scheduling gates {gates}): workers {listed(sorted(pod.worker for pod in gated), 8)}"
-        told = f"{len(gated)} of {situation.size} pods wait to be admitted {whose}"
-        return Finding(conditions.WAITING_FOR_QUEUE, told)
+        text = f"{len(gated)} of {situation.size} pods wait to be admitted {whose}"
+        return Finding(conditions.WAITING_FOR_QUEUE, text)
     lack = replacing.describe_shortage(situation)
     if lack is not None:
         return lack
@@ -67,8 +67,8 @@ def waiting_for_pods(situation: Situation) -> Finding | None:
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
         said += replacing.describe_newest_place(situation)
-        told = f"pods not up yet: {listed(sorted(pod.worker for pod in pending), 8)}{said}"
-        return Finding(conditions.WAITING_FOR_PODS, told)
+        text = f"pods not up yet: {listed(sorted(pod.worker for pod in pending), 8)}{said}"
+        return Finding(conditions.WAITING_FOR_PODS, text)
     return None
 
 
@@ -83,12 +83,12 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
     silent = [pod for pod in owing if not _answered(situation, pod, recovery.detected_at)]
     said = next((f"; {pod.name}: {pod.message}" for pod in silent if pod.message), "")
     said = said or _failing_calls(situation, silent)
-    told = (
+    text = (
         f"no answer yet from the sidecars of workers {listed(sorted(pod.worker for pod in silent), 8)}{said}"
     )
     return Waiting(
         conditions.WAITING_FOR_SIDECARS,
-        told if silent else "the sidecars are asked once more what they hold",
+        text if silent else "the sidecars are asked once more what they hold",
         1.0,
         tuple(ProbeSidecar(pod.uid) for pod in owing),
     )
@@ -158,8 +158,8 @@ def _explains(report: Report, tried: Version) -> bool:
 
 def _answered(obs: Observation, pod: PodView, since: float) -> bool:
     known = obs.reports.get(pod.uid)
-    told = known.holdings_at if known is not None and known.silent_since is None else None
-    return told is not None and told >= since
+    reported_at = known.holdings_at if known is not None and known.silent_since is None else None
+    return reported_at is not None and reported_at >= since
 
 
 _FIRST_STEP_PATIENCE = 600.0

@@ -202,8 +202,8 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
         detail = f": rank {said.rank}: {said.message}{own}"
     log = "" if pod is None else f". Its log: {_logs(pod, trainer)}"
-    told = f"the training command of worker {report.worker} ended{code}{reason}{detail}"
-    return told.rstrip(".")[: 1000 - len(log)] + log
+    text = f"the training command of worker {report.worker} ended{code}{reason}{detail}"
+    return text.rstrip(".")[: 1000 - len(log)] + log
 
 
 def _logs(pod: PodView, trainer: TrainerReport) -> str:
@@ -261,8 +261,8 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
     if recovery is None or recovery.decided_at is not None or recovery.cause != Cause.TRAINER_CRASH.value:
         return None
     answers = [known.answered_at for pod in pods.values() if (known := obs.reports.get(pod.uid)) is not None]
-    heard = [moment for moment in answers if moment is not None and moment >= recovery.detected_at]
-    if len(heard) < obs.size or obs.now < recovery.detected_at + crash_pause(obs, recovery):
+    answered = [moment for moment in answers if moment is not None and moment >= recovery.detected_at]
+    if len(answered) < obs.size or obs.now < recovery.detected_at + crash_pause(obs, recovery):
         return None  # another one may still turn out to have failed as well
     found = _failed_start(obs, recovery, pods)
     if found is None or count_in_a_row(before, found.worker, pods[found.worker].node) < _TIMES:

@@ -38,7 +38,7 @@ def lost_domain(situation: Situation) -> tuple[str, bool] | None:
     for level in reversed(situation.levels[:-1]):
         domains = {topology.domain(node, level) for node in known}
         if len(domains) == 1 and None not in domains and not _survivors(situation, topology, level, domains):
-            return _told(situation, gone, sorted(known), topology, level)
+            return _describe_domain(situation, gone, sorted(known), topology, level)
     return None
 
 
@@ -63,7 +63,7 @@ def _survivors(situation: Situation, topology: Topology, level: Level, domains: 
     )
 
 
-def _told(
+def _describe_domain(
     obs: Observation, gone: dict[str, list[int]], nodes: list[str], topology: Topology, level: Level
 ) -> tuple[str, bool]:
     name = obs.nodes[nodes[0]].labels.get(level.label, "")
@@ -318,8 +318,8 @@ def fail_hopeless_start(situation: Situation) -> GivenUp | None:
         known = _HOPELESS.get(names.CANNOT_START if shell else trainer.reason)
         if known is not None:
             reason, advice = known
-            told = exits.describe_exit(report, situation.members[report.worker])
-            return GivenUp(reason, f"{told}. {advice}")
+            text = exits.describe_exit(report, situation.members[report.worker])
+            return GivenUp(reason, f"{text}. {advice}")
     return None
 
 

@@ -93,7 +93,7 @@ def describe_departures(
             f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
         )
     refusal = refused.get(first.worker)
-    if first.new is None and refusal is not None and refusal.told:
+    if first.new is None and refusal is not None and refusal.is_shown:
         said = f"because its replacement is refused: {refusal.sentence.rstrip('.')}"
         text = f"{text}It stays and trains on, {said}. Make room before it is ended."
         return Finding(conditions.REFUSED, text)
@@ -157,11 +157,11 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Suspe
     All others wait for them, so there is time to copy what such a pod holds."""
     # Not all need to have received the attempt's directive: an operator that died while it sent them left
     # some out, and none is sent once a restore has failed. Their restore of an earlier attempt counts too.
-    heard = {uid for uid, known in obs.reports.items() if known.silent_since is None} & obs.attempt_pods
+    answering = {uid for uid, known in obs.reports.items() if known.silent_since is None} & obs.attempt_pods
     reports = {
         worker: report
         for worker, pod in pods.items()
-        if pod.uid in heard and (report := obs.newest_reports.get(pod.uid)) is not None
+        if pod.uid in answering and (report := obs.newest_reports.get(pod.uid)) is not None
         if pod.uid in obs.current_reports or report.restore.state is RestoreState.READY
     }
     found = {

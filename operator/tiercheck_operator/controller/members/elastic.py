@@ -201,7 +201,7 @@ def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Findin
         return False, Finding(conditions.GROWING, text)
     unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
     refusal = situation.refused.get(SPARE)
-    if refusal is not None and refusal.told:
+    if refusal is not None and refusal.is_shown:
         said = replacing.describe_refusal(situation.job, refusal.sentence).message.rstrip(".")
         text = f"{text}: {said}. It grows back when the API server takes the pods"
     elif unschedulable is not None:

@@ -138,8 +138,8 @@ def why_left_down(obs: Observation, pod: PodView) -> str:
     if seconds <= (_FAULTY_LIMIT if faulty else _LIMIT):
         return ""
     known = " (kubernetes/kubernetes#136969: upgrade it to 1.35.4 or newer)" if faulty else ""
-    told = f"its trainer container ended {seconds:.0f} s ago"
-    return f"{told}, and its kubelet {node.kubelet} does not start it again{known}"
+    text = f"its trainer container ended {seconds:.0f} s ago"
+    return f"{text}, and its kubelet {node.kubelet} does not start it again{known}"
 
 
 _NEXT = (
@@ -203,8 +203,8 @@ def describe_silent_sidecars(obs: Observation) -> Finding | None:
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
         return Finding(reason, f"{whose} in pod {pod.name} {known}. {until}.")
-    told = f"{whose} in pod {pod.name} does not answer, while its kubelet reports it healthy"
-    return Finding(conditions.SIDECAR_NOT_ANSWERING, f"{told}. {until}.")
+    silence = f"{whose} in pod {pod.name} does not answer, while its kubelet reports it healthy"
+    return Finding(conditions.SIDECAR_NOT_ANSWERING, f"{silence}. {until}.")
 
 
 def _expected(pod: PodView) -> str:

@@ -169,9 +169,11 @@ def _lost(
     return Loss(pod.worker, cause, message, pod, node, at, why, of_place)
 
 
-def _given_up_by_us(pod: PodView, doubt: SuspectedPod) -> Loss:
-    here = pod.node if doubt.of_node else None
-    return _lost(pod, doubt.cause, doubt.why, node=here, at=doubt.since, of_place=doubt.of_node)
+def _given_up_by_us(pod: PodView, suspected: SuspectedPod) -> Loss:
+    here = pod.node if suspected.of_node else None
+    return _lost(
+        pod, suspected.cause, suspected.why, node=here, at=suspected.since, of_place=suspected.of_node
+    )
 
 
 def classify_pod(obs: Observation, pod: PodView, suspected_pods: Mapping[str, SuspectedPod]) -> Loss | None:
@@ -199,9 +201,9 @@ def classify_pod(obs: Observation, pod: PodView, suspected_pods: Mapping[str, Su
         return lost(cause, why, of_place=_refused_by_kubelet(obs, pod))
     if pod.phase == "Succeeded":
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")
-    doubt = suspected_pods.get(pod.uid)
-    if doubt is not None:
-        return _given_up_by_us(pod, doubt)
+    suspected = suspected_pods.get(pod.uid)
+    if suspected is not None:
+        return _given_up_by_us(pod, suspected)
     stuck = _why_not_started(obs, pod)
     if stuck:
         return lost(Cause.POD_FAILED, stuck, of_place=True)

@@ -60,11 +60,11 @@ def describe_avoided(situation: Situation, pod: PodView) -> str:
     """Returns which nodes a pod without a node avoids, and until when, as a sentence; empty: none."""
     end = rfc3339((pod.unschedulable_since or situation.now) + situation.patience.unschedulable)
     ill = {*required_against(situation, held=True)}
-    told = [
+    named = [
         f"{host} until {'it is well and no lost pod is ending there' if host in ill else end}"
         for host in sorted(pod.avoided)
     ]
-    return f" It avoids {listed(told, _NAMED)}." if told else ""
+    return f" It avoids {listed(named, _NAMED)}." if named else ""
 
 
 def describe_newest_place(situation: Situation) -> str:
@@ -243,11 +243,11 @@ def describe_shortage(situation: Situation) -> Finding | None:
     left = end - situation.now
     refusal = describe_refusal(situation.job, next(iter(refused.values()))) if refused else None
     if left > 0:
-        reason, told = conditions.UNSCHEDULABLE, _outlook(situation, end)
+        reason, outlook = conditions.UNSCHEDULABLE, _outlook(situation, end)
     else:
         reason = conditions.NO_CAPACITY
-        told = f"{'' if refused else _waits(situation, since)} {_size_advice(situation)}"
-    text = f"{describe_lack(situation)} {told.strip()}".strip()
+        outlook = f"{'' if refused else _waits(situation, since)} {_size_advice(situation)}"
+    text = f"{describe_lack(situation)} {outlook.strip()}".strip()
     wake = situation.patience.unschedulable if left <= 0 else min(left, situation.patience.unschedulable)
     return Finding(refusal.reason if refusal is not None else reason, text, wake)
 
@@ -279,7 +279,7 @@ def refused_workers(situation: Situation) -> dict[int, str]:
     """Returns the API server's refusals of pods for workers that have none, by worker."""
     missing = situation.membership.missing(situation.size) if situation.refused else []
     found = ((worker, situation.refused.get(worker)) for worker in missing)
-    return {worker: refusal.sentence for worker, refusal in found if refusal is not None and refusal.told}
+    return {worker: refusal.sentence for worker, refusal in found if refusal is not None and refusal.is_shown}
 
 
 def describe_refusal(job: JobView, sentence: str) -> Finding:
@@ -292,10 +292,12 @@ def describe_refusal(job: JobView, sentence: str) -> Finding:
 
 def refused_beside_workers(situation: Situation) -> Finding | None:
     """Returns a refusal of what no worker waits for: a deletion, a Service, a spare's new identity."""
-    told = (
-        refusal for subject, refusal in situation.refused.items() if isinstance(subject, str) and refusal.told
+    shown = (
+        refusal
+        for subject, refusal in situation.refused.items()
+        if isinstance(subject, str) and refusal.is_shown
     )
-    first = min(told, key=lambda refusal: refusal.sentence, default=None)
+    first = min(shown, key=lambda refusal: refusal.sentence, default=None)
     return None if first is None else describe_refusal(situation.job, first.sentence)
 
 
@@ -364,16 +366,16 @@ def _clock(obs: Observation) -> tuple[float, float]:
 def describe_lack(situation: Situation) -> str:
     """Returns which workers have no pod or no node, with the API server's and the scheduler's messages."""
     unschedulable, refused = unschedulable_members(situation.membership), refused_workers(situation)
-    told = []
+    sentences = []
     if refused:
         said = describe_refusal(situation.job, next(iter(refused.values()))).message.rstrip(".")
-        told.append(f"{len(refused)} of {situation.size} workers have no pod: {said}.")
+        sentences.append(f"{len(refused)} of {situation.size} workers have no pod: {said}.")
     if unschedulable:
         first = min(unschedulable, key=lambda pod: pod.worker)
         said = first.message.rstrip(".") or "the scheduler gives no reason"
-        told.append(f"{len(unschedulable)} of {situation.size} pods have no node. {first.name}: {said}.")
-        told[-1] += describe_avoided(situation, first)
-    return " ".join(told)
+        sentences.append(f"{len(unschedulable)} of {situation.size} pods have no node. {first.name}: {said}.")
+        sentences[-1] += describe_avoided(situation, first)
+    return " ".join(sentences)
 
 
 def _outlook(situation: Situation, end: float) -> str:

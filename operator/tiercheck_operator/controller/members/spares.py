@@ -58,20 +58,20 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
         reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
         text = f"{wanted} spares wait to take a lost worker's place"
         return SparesStanding(record, bool(wanted), Finding(reason, text))
-    told, refusal = f"{record.ready} of {wanted} spares are ready", situation.refused.get(SPARE)
-    if refusal is not None and refusal.told:
+    standing, refusal = f"{record.ready} of {wanted} spares are ready", situation.refused.get(SPARE)
+    if refusal is not None and refusal.is_shown:
         found = replacing.describe_refusal(situation.job, refusal.sentence)
-        text = f"{told}. {found.message.rstrip('.')}. The job does without it."
+        text = f"{standing}. {found.message.rstrip('.')}. The job does without it."
         return SparesStanding(record, False, Finding(found.reason, text))
     unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
     if unschedulable is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
         if situation.shrunk:
             advice = "With as many as it lacks workers the job grows back; add nodes."
-        message = f"{told}. {unschedulable.name}: {unschedulable.message.rstrip('.')}. {advice}"
+        message = f"{standing}. {unschedulable.name}: {unschedulable.message.rstrip('.')}. {advice}"
         return SparesStanding(record, False, Finding(conditions.SPARES_UNSCHEDULABLE, message))
     said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
-    return SparesStanding(record, False, Finding(conditions.SPARES_COMING, f"{told}{said}"))
+    return SparesStanding(record, False, Finding(conditions.SPARES_COMING, f"{standing}{said}"))
 
 
 def keep_spares(situation: Situation) -> Upkeep:

@@ -90,8 +90,8 @@ def describe_training(obs: Observation) -> Training:
         and known.report.attempt == status.attempt
     ]
     # Sidecars that were just started have no information yet on their trainers' steps.
-    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_answering(obs, pod)]
-    stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
+    up = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_answering(obs, pod)]
+    stepped = min(obs.now - max(steps, default=-math.inf), max(up, default=math.inf))
     waits = status.recovery is not None and status.recovery.released_at is None
     return Training(stepped, status.step_seconds or 0.0, waits)
 
@@ -123,15 +123,15 @@ def collect_evidence(obs: Observation) -> Evidence:
     return Evidence(running, [_evidence_of(obs, pod, homes) for pod in running], describe_training(obs))
 
 
-def find_doubts(obs: Observation, heard: Evidence) -> dict[str, SuspectedPod]:
+def find_doubts(obs: Observation, evidence: Evidence) -> dict[str, SuspectedPod]:
     """Returns the pods to give up, by UID. Never all running pods: then the operator is cut off."""
-    running, pod_evidence = heard.running, heard.pod_evidence
+    running, pod_evidence = evidence.running, evidence.pod_evidence
     pods = {pod.uid: pod for pod in running}
     silent = {witness.pod: witness for witness in pod_evidence if witness.silent is not None}
     if not any(witness.silent is not None or witness.unreachable_peers for witness in pod_evidence):
         return {}
     found = {}
-    for uid, suspicion in find_suspected_pods(pod_evidence, _limits(obs), heard.training).items():
+    for uid, suspicion in find_suspected_pods(pod_evidence, _limits(obs), evidence.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have reported processes that are gone.
@@ -147,15 +147,15 @@ def find_doubts(obs: Observation, heard: Evidence) -> dict[str, SuspectedPod]:
     return found
 
 
-def due_probes(obs: Observation, heard: Evidence) -> list[ProbeSidecar]:
+def due_probes(obs: Observation, evidence: Evidence) -> list[ProbeSidecar]:
     """Returns the probes that are due at once.
     Pods that peers cannot reach: a long poll would notice their end seconds later. While a pod is silent:
     those that have not answered since, as the same cause may have ended them, once more before it is given
     up; and one that answers, to learn of steps, which long polls do not report."""
-    running, pod_evidence = heard.running, heard.pod_evidence
+    running, pod_evidence = evidence.running, evidence.pod_evidence
     named = {entry.pod for witness in pod_evidence for entry in witness.unreachable_peers}
     silent = [witness for witness in pod_evidence if witness.silent is not None]
-    limits, trained = _limits(obs), heard.training
+    limits, trained = _limits(obs), evidence.training
     last = [find_unconfirmed(pod_evidence, seconds_quiet(witness, trained), limits) for witness in silent]
     at_once = set[str]().union(*last)
     if silent:
@@ -176,22 +176,25 @@ def due_probes(obs: Observation, heard: Evidence) -> list[ProbeSidecar]:
     return due
 
 
-def seconds_to_next_look(obs: Observation, heard: Evidence) -> float | None:
+def seconds_to_next_look(obs: Observation, evidence: Evidence) -> float | None:
     """Returns the seconds to the next check; None if no pod is silent, reported unreachable or unclaimed."""
-    uneasy = any(witness.silent is not None or witness.unreachable_peers for witness in heard.pod_evidence)
+    uneasy = any(witness.silent is not None or witness.unreachable_peers for witness in evidence.pod_evidence)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
 
-def quiet_nodes(heard: Evidence) -> frozenset[str]:
+def quiet_nodes(evidence: Evidence) -> frozenset[str]:
     """Returns the names of nodes that may have died with one that is given up.
     A sidecar there does not answer us or a peer, not yet for long enough, and no kubelet explains it."""
-    accused = {
-        each.pod for witness in heard.pod_evidence for each in witness.unreachable_peers if each.host_silent
+    unreachable = {
+        each.pod
+        for witness in evidence.pod_evidence
+        for each in witness.unreachable_peers
+        if each.host_silent
     }
     return frozenset(
         witness.node
-        for witness in heard.pod_evidence
-        if witness.held is None and (witness.silent is not None or witness.pod in accused)
+        for witness in evidence.pod_evidence
+        if witness.held is None and (witness.silent is not None or witness.pod in unreachable)
     )
 
 

@@ -117,7 +117,7 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
     if spec.remote is None:
         return RemoteInventory(configured=False)
     known = list(reports)
-    told = [report.remote for report in known if report.remote.configured]
+    remotes = [report.remote for report in known if report.remote.configured]
     # A bad object in the store has no worker; its version must not be chosen again.
     bad = {
         entry.version
@@ -126,16 +126,16 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
         if entry.worker < 0 and entry.kind is Kind.SNAPSHOT
     }
     reachable: bool | None = None
-    if any(entry.reachable for entry in told):
+    if any(entry.reachable for entry in remotes):
         reachable = True
-    elif told and all(entry.reachable is False for entry in told):
+    elif remotes and all(entry.reachable is False for entry in remotes):
         reachable = False
     versions: Collection[Version] = {
-        version for entry in told if entry.reachable for version in entry.versions if version not in bad
+        version for entry in remotes if entry.reachable for version in entry.versions if version not in bad
     }
     ranks = {
         version: count
-        for entry in told
+        for entry in remotes
         if len(entry.ranks) == len(entry.versions)
         for version, count in zip(entry.versions, entry.ranks, strict=True)
         if count

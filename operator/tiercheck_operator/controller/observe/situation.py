@@ -89,8 +89,8 @@ class Situation(Observation):
     def resumption(self) -> Recovery | None:
         """Returns the recovery that resumes a suspended job; None if it was not suspended."""
         status = self.job.status
-        told = self.conditions.get(conditions.SUSPENDED)
-        if not is_suspending(status) and not (told is not None and told.status):
+        suspended = self.conditions.get(conditions.SUSPENDED)
+        if not is_suspending(status) and not (suspended is not None and suspended.status):
             return None
         if not status.attempt:
             return Recovery(Cause.FIRST_START.value, "the job starts", self.now, self.now)

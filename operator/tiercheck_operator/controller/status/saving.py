@@ -124,11 +124,11 @@ def add_resume_proof(obs: Observation, record: JobRecord) -> JobRecord:
         return record
     if _WEIGHTS[proof.exact.value] <= _WEIGHTS.get(str(last.get("exact")), -1):
         return record
-    told = {**last, "exact": proof.exact.value, "exactMessage": _sentence(record.attempt, worker, proof)}
+    shown = {**last, "exact": proof.exact.value, "exactMessage": _sentence(record.attempt, worker, proof)}
     history = record.recoveries
     if history and history[0].get("attempt") == record.attempt:
-        history = add_summary(history[1:], told)
-    return replace(record, last_recovery=told, recoveries=history)
+        history = add_summary(history[1:], shown)
+    return replace(record, last_recovery=shown, recoveries=history)
 
 
 def _sentence(attempt: int, worker: int, proof: ResumeProof) -> str:
@@ -152,7 +152,7 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
     recovery, known = after.recovery, before.recovery
     if recovery is not None:
         cause = Cause.parse(recovery.cause)
-        if not cause.planned and _certain(recovery) and not (known is not None and _told(known, recovery)):
+        if not cause.planned and _certain(recovery) and not (known is not None and _is_same(known, recovery)):
             found.append(Notice("Warning", recovery.cause, recovery.message))
         if after.attempt != before.attempt:
             found.append(Notice("Normal", "AttemptStarted", f"attempt {after.attempt}: {recovery.reason}"))
@@ -198,7 +198,7 @@ def _resized(before: JobRecord, after: JobRecord) -> list[Notice]:
 
 def _bad(condition: Condition) -> bool:
     unwell = condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING
-    told = (
+    reported = (
         conditions.DELTAS_OFF,
         conditions.NO_ROOM_TO_MOVE,
         conditions.SIDECAR_THROTTLED,
@@ -210,7 +210,7 @@ def _bad(condition: Condition) -> bool:
         conditions.RESTORE_STALLED,
     )
     refused = condition.reason == conditions.REFUSED and condition.type in _OF_WHAT_IS_MADE
-    return unwell or refused or condition.reason in told
+    return unwell or refused or condition.reason in reported
 
 
 def _certain(recovery: Recovery) -> bool:
@@ -218,7 +218,7 @@ def _certain(recovery: Recovery) -> bool:
     return Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH or recovery.decided_at is not None
 
 
-def _told(known: Recovery, recovery: Recovery) -> bool:
+def _is_same(known: Recovery, recovery: Recovery) -> bool:
     same = (known.cause, known.detected_at) == (recovery.cause, recovery.detected_at)
     return same and _certain(known)
 

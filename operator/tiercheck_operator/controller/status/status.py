@@ -75,14 +75,14 @@ def derive_status(
         places=() if findings.idle else situation.places,
     )
     look = _Look(situation, record, findings, reports, spares)
-    told = {}
+    changed = {}
     for kind, derive, nothing in _CONDITIONS:
         found = derive(look)
         if found is None and nothing is not None and kind in situation.conditions:
             found = False, nothing
         if found is not None:
-            told[kind] = found
-    record = _with_conditions(situation, record, told)
+            changed[kind] = found
+    record = _with_conditions(situation, record, changed)
     record = replace(record, phase=_phase(record, findings))
     budget = wanted_budget(situation, record, idle=findings.idle)
     if budget.reason != conditions.NO_BUDGET or record.condition(conditions.EVICTABLE) is not None:
@@ -105,12 +105,12 @@ def _with_held_containers(situation: Situation, record: JobRecord, findings: Fin
     image = any(word in held[0].held for word in _IMAGE)
     reason = conditions.IMAGE_PULL if image else conditions.CONTAINER_CANNOT_START
     more = f" ({len(held)} of {situation.size} pods wait so)" if len(held) > 1 else ""
-    told = Finding(reason, f"pod {held[0].name}: {held[0].message}{more}")
+    found = Finding(reason, f"pod {held[0].name}: {held[0].message}{more}")
     unplaced, waiting = findings.unplaced, findings.waiting
     return replace(
         findings,
-        unplaced=told if unplaced is None or unplaced.reason in _UNEXPLAINED else unplaced,
-        waiting=told if waiting is not None and waiting.reason in _UNEXPLAINED else waiting,
+        unplaced=found if unplaced is None or unplaced.reason in _UNEXPLAINED else unplaced,
+        waiting=found if waiting is not None and waiting.reason in _UNEXPLAINED else waiting,
     )
 
 
@@ -125,11 +125,13 @@ def _started(situation: Situation, record: JobRecord, findings: Findings) -> str
 
 def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
     """Returns the `record` of an ended job with what its sidecars have reported since."""
-    told = saving.add_last_words(obs, record)
+    final = saving.add_last_words(obs, record)
     known = record.condition(conditions.PROTECTED)
-    if told == record or known is None or known.reason != conditions.ENDED:
-        return told
-    return _with_conditions(obs, told, {conditions.PROTECTED: (False, _unprotected(told, conditions.ENDED))})
+    if final == record or known is None or known.reason != conditions.ENDED:
+        return final
+    return _with_conditions(
+        obs, final, {conditions.PROTECTED: (False, _unprotected(final, conditions.ENDED))}
+    )
 
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
@@ -144,10 +146,10 @@ def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, n
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         record = parse_record(status)
     wanted = Condition(conditions.PLACED, False, conditions.INVALID_SPEC, sentence, rfc3339(now), generation)
-    told = (*(entry for entry in record.conditions if entry.type != conditions.PLACED), wanted)
+    entries = (*(entry for entry in record.conditions if entry.type != conditions.PLACED), wanted)
     return {
         "phase": record.phase or "Pending",
-        "conditions": render_record(JobRecord(conditions=told))["conditions"],
+        "conditions": render_record(JobRecord(conditions=entries))["conditions"],
     }
 
 
@@ -172,11 +174,11 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
     )
 
 
-_Told = tuple[bool | None, Finding] | None
+_NewState = tuple[bool | None, Finding] | None
 """A condition's status, reason and message; None: nothing new to report."""
 
 
-def _placed(look: _Look) -> _Told:
+def _placed(look: _Look) -> _NewState:
     if look.findings.unplaced is not None:
         return False, look.findings.unplaced
     if look.findings.placed is not None:
@@ -199,7 +201,7 @@ def _unprotected(record: JobRecord, reason: str) -> Finding:
     return Finding(reason, f"{gone}; {kept}")
 
 
-def _protected(look: _Look) -> _Told:
+def _protected(look: _Look) -> _NewState:
     obs, record, reports, findings = look.situation, look.record, look.reports, look.findings
     if findings.over or findings.suspended:
         reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
@@ -235,10 +237,10 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
         return away  # it explains what others report of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
     # Problems with their own conditions do not harm copies. What was rehearsed comes last.
-    told = [each for each in problems if each[1].reason not in _TOLD_ELSEWHERE]
-    told.sort(key=lambda each: each[1].reason == conditions.INTERNAL_ERROR)  # what has a known cause first
-    if told:
-        worker, problem = told[0]
+    shown = [each for each in problems if each[1].reason not in _SHOWN_ELSEWHERE]
+    shown.sort(key=lambda each: each[1].reason == conditions.INTERNAL_ERROR)  # what has a known cause first
+    if shown:
+        worker, problem = shown[0]
         return Finding(problem.reason, f"worker {worker}: {problem.message}")
     restarted = any(pod.sidecar.restarts for pod in obs.living)
     ended = describe_sidecar_end(obs, record, reports) if restarted else ""
@@ -271,7 +273,7 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     return None if _copies_made(obs, record) else _COPIES_LACK
 
 
-_TOLD_ELSEWHERE = (
+_SHOWN_ELSEWHERE = (
     conditions.DELTAS_OFF,
     conditions.SIDECAR_THROTTLED,
     conditions.INTERFACE_MISSING,
@@ -306,7 +308,7 @@ def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) 
     return memory.forecast_memory(obs.job.spec, share)
 
 
-def _deltas_active(look: _Look) -> _Told:
+def _deltas_active(look: _Look) -> _NewState:
     known, findings = look.record.checkpoint, look.findings
     if known is None or not known.deltas:
         return None
@@ -319,7 +321,7 @@ def _deltas_active(look: _Look) -> _Told:
     return False, Finding(conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF, known.deltas_reason)
 
 
-def _in_process(look: _Look) -> _Told:
+def _in_process(look: _Look) -> _NewState:
     """Derives InProcess once every rank has made a step; before that no process stays."""
     size, spec, reports = look.situation.size, look.situation.job.spec, look.reports
     trainers = [report.trainer for report in reports.values()]
@@ -336,7 +338,7 @@ def _in_process(look: _Look) -> _Told:
     return True, Finding(conditions.PROCESSES_STAY, "the loss of a rank leaves the other processes running")
 
 
-def _remote_safe(look: _Look) -> _Told:
+def _remote_safe(look: _Look) -> _NewState:
     """Derives RemoteSafe if it ever was False. Only worker 0 tests the store; without it nothing changes."""
     first = look.reports.get(0)
     if first is None or not first.remote.configured:
@@ -349,7 +351,7 @@ def _remote_safe(look: _Look) -> _Told:
     return True, Finding(conditions.PROMISES_KEPT, "the store kept what is relied on when it was tried")
 
 
-def _exact(look: _Look) -> _Told:
+def _exact(look: _Look) -> _NewState:
     """Derives Exact from the last resume that was compared, until the next one is."""
     last = look.record.last_recovery or {}
     exact = last.get("exact")
@@ -380,14 +382,14 @@ def _what_is_under_way(look: _Look) -> Finding | None:
     return Finding(conditions.NOT_RELEASED, recovery.message)
 
 
-def _restoring(look: _Look) -> _Told:
+def _restoring(look: _Look) -> _NewState:
     idle, now = _why_not_trained(look.findings), _what_is_under_way(look)
     if idle is not None or now is None:
         return False, idle or Finding(conditions.DONE, "nothing to restore")
     return _coming_back(look.record), now
 
 
-def _running(look: _Look) -> _Told:
+def _running(look: _Look) -> _NewState:
     idle, now, recovery = _why_not_trained(look.findings), _what_is_under_way(look), look.record.recovery
     if idle is not None:
         return False, idle
@@ -404,7 +406,7 @@ def _coming_back(record: JobRecord) -> bool:
     )
 
 
-def _suspended(look: _Look) -> _Told:
+def _suspended(look: _Look) -> _NewState:
     remote = look.situation.job.spec.remote
     if look.findings.suspended:
         onwards = "start from scratch: there is no remote tier, and the state in memory went with the pods"
@@ -421,18 +423,18 @@ def _suspended(look: _Look) -> _Told:
 _SUCCEEDED = Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
 
 
-def _told_if(found: Finding | None) -> _Told:
+def _true_if(found: Finding | None) -> _NewState:
     return None if found is None else (True, found)
 
 
-_CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = (
+_CONDITIONS: tuple[tuple[str, Callable[[_Look], _NewState], Finding | None], ...] = (
     (conditions.PLACED, _placed, None),
     (conditions.PROTECTED, _protected, None),
     (conditions.DELTAS_ACTIVE, _deltas_active, None),
     (conditions.IN_PROCESS, _in_process, None),
     (
         conditions.THROTTLED,
-        lambda look: _told_if(
+        lambda look: _true_if(
             None if look.findings.idle else _problem(look.reports, conditions.SIDECAR_THROTTLED)
         ),
         Finding(conditions.NOT_THROTTLED, "no sidecar is held back"),
@@ -452,8 +454,8 @@ _CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = 
     (conditions.RESTORING, _restoring, None),
     (conditions.RUNNING, _running, None),
     (conditions.SUSPENDED, _suspended, Finding(conditions.RESUMED, "spec.suspend is false")),
-    (conditions.COMPLETED, lambda look: _told_if(_SUCCEEDED if look.findings.completed else None), None),
-    (conditions.FAILED, lambda look: _told_if(look.findings.failed), None),
+    (conditions.COMPLETED, lambda look: _true_if(_SUCCEEDED if look.findings.completed else None), None),
+    (conditions.FAILED, lambda look: _true_if(look.findings.failed), None),
 )
 """Each condition, the function that derives it, and the finding for False where that returns None.
 The latter applies to jobs that have the condition; None: it stays as it was."""
@@ -475,11 +477,11 @@ def _phase(record: JobRecord, findings: Findings) -> str:
 
 
 def _with_conditions(
-    obs: Observation, record: JobRecord, told: Mapping[str, tuple[bool | None, Finding]]
+    obs: Observation, record: JobRecord, states: Mapping[str, tuple[bool | None, Finding]]
 ) -> JobRecord:
     """Returns `record` with the given conditions; the time of change moves only with the status."""
     generation, merged = obs.job.generation, {entry.type: entry for entry in record.conditions}
-    for kind, (status, found) in told.items():
+    for kind, (status, found) in states.items():
         before = merged.get(kind)
         changed = before.changed if before is not None and before.status == status else rfc3339(obs.now)
         merged[kind] = Condition(kind, status, found.reason, found.message[:4000], changed, generation)
