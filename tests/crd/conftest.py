@@ -15,7 +15,7 @@ from tests.local.apiserver.api_client import eventually
 from tiercheck_local.controlplane import open_control_plane
 
 ROOT = Path(__file__).parents[2]
-CRD = yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text())
+CRD = yaml.load((ROOT / "crds" / "tiercheckjobs.yaml").read_text(), yaml.CSafeLoader)
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckjobs"
 

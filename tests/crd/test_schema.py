@@ -263,7 +263,7 @@ def test_no_entry_of_a_list_has_a_default(name: str) -> None:
 
 
 _POLICIES = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckpolicies"
-DEFINITION = yaml.safe_load((ROOT / "crds" / "tiercheckpolicies.yaml").read_text())
+DEFINITION = yaml.load((ROOT / "crds" / "tiercheckpolicies.yaml").read_text(), yaml.CSafeLoader)
 EXAMPLE = ROOT / "examples" / "attach" / "policy.yaml"
 
 

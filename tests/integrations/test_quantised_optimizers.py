@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,15 @@ from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
 
-torchao = pytest.importorskip("torchao.optim")
-bitsandbytes = pytest.importorskip("bitsandbytes")
 
-_MAKES: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
-    "AdamW8bit": lambda parameters: torchao.AdamW8bit(parameters, lr=1e-3),
-    "AdamW4bit": lambda parameters: torchao.AdamW4bit(parameters, lr=1e-3),
-    "AdamWFp8": lambda parameters: torchao.AdamWFp8(parameters, lr=1e-3),
-    "bitsandbytes AdamW8bit": lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, lr=1e-3),
-    "bitsandbytes Lion8bit": lambda parameters: bitsandbytes.optim.Lion8bit(parameters, lr=1e-4),
-}
+def _quantised(name: str, parameters: Iterable[Tensor]) -> Optimizer:
+    # Both packages take seconds to import, which each process that only collects the tests would wait for.
+    package, name = name.split(".")
+    module = (
+        pytest.importorskip("torchao.optim") if package == "torchao" else pytest.importorskip(package).optim
+    )
+    optimizer: Optimizer = getattr(module, name)(parameters, lr=1e-3)
+    return optimizer
 
 
 @pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
@@ -35,13 +34,21 @@ def as_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_compiled")
-@pytest.mark.parametrize("name", _MAKES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8",
+        "bitsandbytes.AdamW8bit", "bitsandbytes.Lion8bit",
+    ],
+)  # fmt: skip
 def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str) -> None:
     def life(seed: int, folder: Path, end: int) -> list[float]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
         losses = []
-        with Checkpointer(model, _MAKES[name](model.parameters()), folder=folder, every=3) as checkpointer:
+        with Checkpointer(
+            model, _quantised(name, model.parameters()), folder=folder, every=3
+        ) as checkpointer:
             (optimizer,) = checkpointer._trained.optimizers
             for step in range(checkpointer.restore(), end):
                 torch.manual_seed(1000 + step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import enum
 import fractions
+import importlib
 import sys
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 
 from tests.scripted_sidecar import ScriptedSidecar
@@ -312,6 +312,11 @@ def with_mean(model: nn.Module, metric: Any, state: dict[str, Any]) -> Script:
     return Script(model, [optimizer], update, state)
 
 
+def metric_of(name: str, *arguments: Any) -> Any:
+    # The package takes seconds to import, which each process that only collects the tests would wait for.
+    return getattr(importlib.import_module("torchmetrics"), name)(*arguments)
+
+
 def given(make: Callable[[], Any]) -> Callable[[], Script]:
     def build() -> Script:
         metric = make()
@@ -322,7 +327,7 @@ def given(make: Callable[[], Any]) -> Callable[[], Script]:
 
 def inside(persistent: bool) -> Callable[[], Script]:
     def build() -> Script:
-        metric = torchmetrics.MeanMetric()
+        metric = metric_of("MeanMetric")
         metric.persistent(persistent)
         return with_mean(nn.Sequential(nn.Linear(8, 8), metric), metric, {})
 
@@ -330,13 +335,13 @@ def inside(persistent: bool) -> Callable[[], Script]:
 
 
 BUILDS: dict[str, Callable[[], Script]] = {
-    "mean": given(torchmetrics.MeanMetric),
-    "smallest and largest": given(lambda: torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())),
-    "all values": given(torchmetrics.CatMetric),
+    "mean": given(lambda: metric_of("MeanMetric")),
+    "smallest and largest": given(lambda: metric_of("MinMaxMetric", metric_of("MeanMetric"))),
+    "all values": given(lambda: metric_of("CatMetric")),
     "collection": given(
-        lambda: torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.MaxMetric()])
+        lambda: metric_of("MetricCollection", [metric_of("MeanMetric"), metric_of("MaxMetric")])
     ),
-    "running": given(lambda: torchmetrics.RunningMean(3)),
+    "running": given(lambda: metric_of("RunningMean", 3)),
     "in the model": inside(False),
     "in the model, persistent": inside(True),
 }
