@@ -136,6 +136,7 @@ def _crc64nvme(piece: memoryview) -> str:
 
 
 CONFLICT_TRIES = 6
+BODY_TRIES = 3
 SETTLE_SECONDS = 1.0
 PARALLEL_DELETES = 8
 
@@ -228,25 +229,45 @@ class S3Objects(Objects):
             )
 
     def read(self, key: str) -> bytes | None:
-        from botocore.exceptions import ClientError
+        from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
 
         clients = self._clients()
         with self._boto():
-            try:
-                answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
-                with contextlib.closing(answer["Body"]) as body:
-                    return read_all(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
-            except ClientError as error:
-                if error.response.get("Error", {}).get("Code") == "NoSuchKey":
-                    return None
-                raise
+            for left in reversed(range(BODY_TRIES)):
+                try:
+                    answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
+                    with contextlib.closing(answer["Body"]) as body:
+                        return read_all(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
+                except ClientError as error:
+                    if s3_errors.is_absent(s3_errors.answer_of(error.response)):
+                        return None
+                    refused = s3_errors.from_boto(error, self.location).reason is Reason.FORBIDDEN
+                    if refused and not self._is_listed(key):
+                        return None
+                    raise
+                except (HTTPClientError, IncompleteReadError):  # botocore repeats requests, but no body
+                    if not left or self._closed.is_set():
+                        raise
+        raise AssertionError("unreachable")
 
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore) -> int:
         if not into:
             return 0
         clients = self._clients()
         with self._boto():
-            return clients.ranges.read_into(self._key(key), offset, into, arrived)
+            try:
+                return clients.ranges.read_into(self._key(key), offset, into, arrived)
+            except RemoteError as error:
+                if error.reason is Reason.FORBIDDEN and not self._is_listed(key):
+                    return 0
+                raise
+
+    def _is_listed(self, key: str) -> bool:
+        """Returns whether an object exists that may not be read.
+
+        Where a policy allows to list one prefix only, many servers refuse to read what does not exist (403),
+        because the read names no prefix. Raises RemoteError, and botocore's errors."""
+        return any(each.key == key for each in self.list(key))
 
     def list(self, prefix: str) -> list[Stored]:
         clients = self._clients()

@@ -230,6 +230,8 @@ class _BoundedAnswers:
 
     def send(self, request: Any) -> Any:
         """Sends a request. Raises RemoteCorrupt, and what botocore's session raises."""
+        from botocore.exceptions import ConnectionClosedError
+
         streamed, request.stream_output = request.stream_output, True
         response = self._session.send(request)
         if not streamed or response.status_code >= 300:
@@ -238,6 +240,9 @@ class _BoundedAnswers:
             except BaseException:
                 response.raw.close()
                 raise
+            length = response.headers.get("Content-Length", "")
+            if request.method != "HEAD" and length.isdigit() and len(response._content) < int(length):
+                raise ConnectionClosedError(endpoint_url=self._location)  # botocore repeats the request
             if request.method == "HEAD" and response.status_code in (301, 307):
                 # botocore sends this to find a region, and would repeat it for ever after such an answer.
                 response.status_code = 400

@@ -129,7 +129,7 @@ def from_boto(error: Exception, location: str) -> RemoteError:
     if isinstance(error, boto.SSLError):
         return _tls(location, str(error))
     # It cannot connect, timed out, was closed, or met a proxy.
-    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
+    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError)):
         return _unreachable(location, str(error))
     return _other(location, f"{type(error).__name__}: {error}")
 

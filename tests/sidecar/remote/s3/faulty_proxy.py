@@ -115,6 +115,8 @@ class Fault:
     answer: tuple[int, bytes] | None = None
     without: str = ""
     """A header that does not reach the server, in lower case: then it is passed on."""
+    half: bool = False
+    """The server's answer ends in mid-body."""
 
 
 BUSY = Fault(answer=refusal("SlowDown", 503))
@@ -193,11 +195,11 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
                     for k, v in response.getheaders()
                     if k.lower() not in ("connection", "transfer-encoding", "date", "server")
                 }
-                self._answer(response.status, kept, content)
+                self._answer(response.status, kept, content, half=fault.half)
             finally:
                 onward.close()
 
-        def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        def _answer(self, status: int, headers: dict[str, str], body: bytes, *, half: bool = False) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 if name.lower() != "content-length":
@@ -207,8 +209,9 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
                 headers.get("Content-Length", str(len(body))) if self.command == "HEAD" else str(len(body)),
             )
             self.end_headers()
+            self.close_connection |= half
             if self.command != "HEAD":
-                self.wfile.write(body)
+                self.wfile.write(body[: len(body) // 2] if half else body)
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815
 

@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -191,6 +193,15 @@ BROKEN = {
             refusal("AccessDenied") if seen.method == "GET" and "list-type" not in seen.path else None
         ),
         {"ranged reads"},
+        set(),
+    ),
+    "reads that are not served": (
+        lambda seen: (
+            refusal("MethodNotAllowed", 405)
+            if seen.method == "GET" and "list-type" not in seen.path
+            else None
+        ),
+        {"ranged reads"},
         {"delete"},
     ),
     "no new objects": (
@@ -210,6 +221,52 @@ def test_check_that_fails_blames_no_later_one(proxy: Proxy, s3_client: Any, faul
     assert {each.name for each in findings if not each.ok} == failed
     assert {each.name for each in findings if not each.tried} == skipped
     assert all("not tried" in each.message for each in findings if not each.tried)
+
+
+def test_refusal_of_what_does_not_exist_counts_as_absence_where_the_prefix_may_be_listed(
+    proxy: Proxy, s3_client: Any, tmp_path: Path
+) -> None:
+    """As radosgw and others answer where a policy allows to list one prefix only."""
+
+    def hides_absence(seen: Seen) -> Fault | None:
+        if seen.method != "GET" or "?" in seen.path:
+            return None
+        found = s3_client.list_objects_v2(Bucket=BUCKET, Prefix=unquote(seen.key).split("/", 2)[2])
+        return None if found["KeyCount"] else Fault(answer=refusal("AccessDenied"))
+
+    proxy.rule = hides_absence
+    with opened(proxy.url) as store:
+        store.check()
+        artifact = save(store, tmp_path, VERSION).artifacts[0]
+        assert fetched(store, artifact) == b"state"
+        assert all(each.ok and each.tried for each in store.examine())
+        s3_client.delete_object(Bucket=BUCKET, Key=f"{store.job}/{artifact.key}")
+        with pytest.raises(RemoteCorrupt, match="is missing"):
+            fetched(store, artifact)
+        proxy.rule = lambda seen: Fault(answer=refusal("AccessDenied")) if seen.method == "GET" else None
+        with pytest.raises(RemoteError, match="allow these credentials") as caught:
+            store.read_manifest(VERSION)
+        assert caught.value.reason is FORBIDDEN
+
+
+def test_answer_that_ends_in_mid_body_is_asked_for_again_and_is_no_weakness_of_the_store(
+    proxy: Proxy, s3_client: Any, tmp_path: Path
+) -> None:
+    asked: Counter[str] = Counter()
+
+    def breaks(seen: Seen) -> Fault | None:
+        asked[seen.key] += seen.method == "GET"
+        broken = seen.method == "GET" and seen.key.endswith(".json") and (lasting or asked[seen.key] % 2)
+        return Fault(half=True) if broken else None
+
+    lasting, proxy.rule = False, breaks
+    with opened(proxy.url) as store:
+        artifact = save(store, tmp_path, VERSION).artifacts[0]
+        assert fetched(store, artifact) == b"state"
+        lasting = True
+        with pytest.raises(RemoteError, match="does not answer") as caught:
+            store.read_manifest(VERSION)
+        assert (caught.value.reason, caught.value.retriable) == (BUSY, True)
 
 
 def test_version_in_an_archive_is_named_and_ends_no_upload(
