@@ -34,6 +34,7 @@ from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Upl
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.parity.holder import ParityHolder, ParitySession
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
+from tiercheck_sidecar.remote import authority_file
 from tiercheck_sidecar.replicate.replicate import ParitySender, Replicator
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import FOLDER, RestoreSources
@@ -147,7 +148,7 @@ class Sidecar:
         who = "a spare" if self.state.config.worker == SPARE else f"worker {self.state.config.worker}"
         log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
         renewal = asyncio.create_task(
-            wait_for_renewal(self.config.remote_credentials_dir, lambda: self.state.remote.reachable)
+            wait_for_renewal(self._remote_mounts(), lambda: self.state.remote.reachable)
         )
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
@@ -306,6 +307,12 @@ class Sidecar:
         )
         return app
 
+    def _remote_mounts(self) -> list[Path]:
+        """Returns the folders of the Secret and the ConfigMap that the remote tier was opened with."""
+        authorities = authority_file(self.config.remote or "")
+        folders = (self.config.remote_credentials_dir, authorities and authorities.parent)
+        return [folder for folder in folders if folder is not None]
+
     async def _serve(self, port: GuardedPort, number: int) -> None:
         self._ports.append(port)
         await port.start(self.config.pod_ip, number)
@@ -317,31 +324,29 @@ class Sidecar:
 
 
 _LOOK_EVERY = 2.0
-"""Seconds between two checks of the remote tier's credentials."""
+"""Seconds between two checks of the remote tier's credentials and authorities."""
 
 
-async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
-    """Returns when the Secret at `folder` has changed and the remote tier is not reachable; or never.
+async def wait_for_renewal(folders: Sequence[Path], reachable: Callable[[], bool | None]) -> None:
+    """Returns when a Secret or ConfigMap has changed and the remote tier is not reachable; or never.
 
-    An environment never follows its Secret. The kubelet starts the process again with the new values, and
-    everything it holds is found again on the memory volume. It ends only while the remote tier cannot be
-    reached: changed credentials are no reason to disturb what works.
+    An environment never follows its Secret, and the authorities are read once. The kubelet starts the process
+    again with the new values, and everything it holds is found again on the memory volume. It ends only while
+    the remote tier cannot be reached: changed credentials are no reason to disturb what works.
     """
-    if folder is None:
-        await asyncio.Event().wait()
-        return
-    before = fingerprint(folder)
+    before = [fingerprint(folder) for folder in folders]
     while True:
         await asyncio.sleep(_LOOK_EVERY)
-        if reachable() is False and fingerprint(folder) != before:
+        if reachable() is False and [fingerprint(folder) for folder in folders] != before:
             log.warning(
-                "the remote tier's credentials have changed; the sidecar ends to be started with them"
+                "the remote tier's authorities or credentials have changed; the sidecar ends to be started "
+                "with them"
             )
             return
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a hash of names and contents; a Secret that does not exist is an empty folder."""
+    """Returns a hash of names and contents; what does not exist is an empty folder."""
     seen = hashlib.sha256()
     # The kubelet's own links and time-stamped folders begin with two dots.
     for file in (path for path in entries(folder) if not path.name.startswith("..")):

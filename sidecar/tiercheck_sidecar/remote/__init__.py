@@ -10,7 +10,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from tiercheck_sidecar.remote import keys
-from tiercheck_sidecar.remote.config import S3_FIELDS, DirectorySettings, S3Settings, parse, take_over_from
+from tiercheck_sidecar.remote.config import (
+    S3_FIELDS,
+    DirectorySettings,
+    S3Settings,
+    authority_file,
+    parse,
+    take_over_from,
+)
 from tiercheck_sidecar.remote.errors import (
     Reason,
     RemoteArchived,
@@ -40,6 +47,7 @@ __all__ = [
     "RemoteStore",
     "StoreFinding",
     "StoreOwner",
+    "authority_file",
     "examine_place",
     "open_store",
 ]

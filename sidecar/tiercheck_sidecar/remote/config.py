@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import os
 from collections.abc import MutableMapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -90,6 +90,15 @@ def parse(remote_json: str) -> S3Settings | DirectorySettings:
     assert remote.s3 is not None
     _check_s3(remote.s3)
     return remote.s3
+
+
+def authority_file(remote_json: str) -> Path | None:
+    """Returns the file of the authorities that the endpoint's certificate is compared with; None: no file."""
+    with contextlib.suppress(Malformed):
+        s3 = decode(remote_json, _Remote).s3
+        if s3 is not None and (s3.ca_bundle or "").startswith("/"):
+            return Path(s3.ca_bundle or "")
+    return None
 
 
 def _check_s3(settings: S3Settings) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import os
 import subprocess
@@ -178,7 +179,7 @@ async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
         asked.set()
         return reachable
 
-    waiting = asyncio.create_task(app.wait_for_renewal(tmp_path, answer))
+    waiting = asyncio.create_task(app.wait_for_renewal([tmp_path], answer))
     await asked.wait()
     put(tmp_path, KEY="a")
     for _ in range(3):
@@ -190,22 +191,31 @@ async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
         await waiting
 
 
-def test_sidecar_without_credentials_ends_when_their_secret_appears(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["credentials", "authorities"])
+def test_sidecar_with_old_or_no_credentials_or_authorities_ends_when_new_ones_appear(
+    what: str, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world()
-    secret = world.root / "secret"
-    secret.mkdir()
-    world.remote = '{"s3":{"bucket":"b","endpoint":"http://127.0.0.1:9"}}'
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
+    mounted = world.root / "mounted"
+    mounted.mkdir()
+    remote = {"bucket": "b", "endpoint": "https://127.0.0.1:9"}
+    if what == "credentials":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(names.ENV_REMOTE_CREDENTIALS_DIR, str(mounted))
+        new = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+        put(mounted, **{"ca.crt": "-----BEGIN CERTIFICATE-----"})
+        remote["caBundle"], new = f"{mounted}/ca.crt", {"ca.crt": "-----BEGIN CERTIFICATE-----\nnew"}
+    world.remote = json.dumps({"s3": remote})
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
-    monkeypatch.setenv(names.ENV_REMOTE_CREDENTIALS_DIR, str(secret))
     world.start()
-    until(lambda: world.report(0).remote.reachable is False, "the sidecar misses its credentials")
+    until(lambda: world.report(0).remote.reachable is False, "the sidecar misses its remote tier")
     process = world._processes.pop(0)
-    put(secret, AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="key")
+    put(mounted, **new)
     assert process.wait(40) == 0
     assert "credentials have changed" in world.logs(0)
