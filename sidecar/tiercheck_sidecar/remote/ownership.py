@@ -78,8 +78,8 @@ def refusal(owner: StoreOwner, claimant: Claimant, location: str) -> str:
     return (
         f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID "
         f"{claimant.job_uid} of cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give "
-        "this job another prefix; or, if that one must not write there any more, run: kubectl tiercheck "
-        "remote take-over"
+        "this job another prefix, which pods use that are made from then on; or, if that one must not write "
+        "there any more, run: kubectl tiercheck remote take-over"
         + ("." if lost else f", or set tiers.remote.takeOverFrom: {owner.job_uid} before this job begins.")
     )
 

@@ -168,7 +168,9 @@ class RemoteStore:
             if sizes.get(artifact.key) != artifact.bytes:
                 raise RemoteCorrupt(
                     f"{manifest.version} was not completed: {self.location}/{artifact.key} has "
-                    f"{sizes.get(artifact.key, 0)} of {artifact.bytes} bytes."
+                    f"{sizes.get(artifact.key, 0)} of {artifact.bytes} bytes. If tiers.remote was changed "
+                    "while the job runs: pods keep the one that they began with, so delete the older pods "
+                    "one by one."
                 )
         failpoint("before-manifest")
         try:

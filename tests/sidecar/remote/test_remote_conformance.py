@@ -122,8 +122,9 @@ def test_manifest_is_refused_while_an_artifact_is_missing_or_short(
 ) -> None:
     first = store.put_artifact(0, FIRST, *sealed(slots, b"rank 0"), bandwidth=None)
     never = dataclasses.replace(first, rank=1, key=first.key.replace("rank-0", "rank-1"))
-    with pytest.raises(RemoteCorrupt, match="rank-1"):
+    with pytest.raises(RemoteCorrupt, match="rank-1") as caught:
         store.commit(manifest_of(FIRST, first, never))
+    assert "tiers.remote was changed while the job runs" in str(caught.value)
 
     place.put(f"{FOLDER}/{first.key}", b"ran")
     with pytest.raises(RemoteCorrupt, match="3 of 6 bytes"):
