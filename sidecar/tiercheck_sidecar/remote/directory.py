@@ -159,6 +159,11 @@ class DirectoryObjects(Objects):
                     if not once:
                         raise
                     return False
+                except OSError as error:
+                    if not (once and error.errno == errno.EPERM):
+                        raise
+                    # The kernel's answer if a file system has no links at all.
+                    raise OSError(errno.EOPNOTSUPP, error.strerror) from error
                 # A new folder is an entry of its parent and would be lost with it, so every folder up to the
                 # root is synced.
                 for depth in range(len(parts), -1, -1):
@@ -187,10 +192,16 @@ _FORBIDDEN = (
     "{place} may not be used ({said}); let the sidecar's user (see fsGroup) write there.",
 )
 _FULL = Reason.FULL, "{place} is full ({said}); free space or keep fewer versions (tiers.remote.keep)."
+_UNABLE = (
+    Reason.OTHER,
+    "{place} is on a file system that cannot do what is needed ({said}). Use one with hard links, renames "
+    "and fsync, such as NFS; or give its bucket, if it shows one, in tiers.remote.s3.",
+)
 _ABSENT = Reason.NO_SUCH_BUCKET, "{place} is not there; mount the shared volume in every worker."
 _SILENT = Reason.UNREACHABLE, "{place} does not answer ({error}); look at the file server."
 _TROUBLES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _FORBIDDEN),
+    **dict.fromkeys((errno.ENOSYS, errno.EOPNOTSUPP), _UNABLE),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
     errno.ENOENT: _ABSENT,
 }
@@ -199,7 +210,7 @@ _TROUBLES = {
 def _as_remote_error(error: OSError, location: str) -> RemoteError:
     reason, sentence = _TROUBLES.get(error.errno or 0, _SILENT)
     message = sentence.format(place=location, said=error.strerror, error=error)
-    return RemoteError(reason, message, retriable=reason is not Reason.FORBIDDEN)
+    return RemoteError(reason, message, retriable=reason not in (Reason.FORBIDDEN, Reason.OTHER))
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:

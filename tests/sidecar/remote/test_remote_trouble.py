@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
+from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, closed_port, refusal, serving
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Manifest, Version
-from tiercheck_sidecar.remote import Reason, RemoteError, open_store
+from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Objects, Stored
@@ -237,6 +238,26 @@ def test_directory_that_may_not_be_written_is_forbidden(
     with pytest.raises(RemoteError, match="fsGroup") as caught:
         directory(tmp_path).check()
     assert caught.value.reason is Reason.FORBIDDEN
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("link", errno.EPERM), ("link", errno.EOPNOTSUPP), ("rename", errno.ENOSYS)]
+)
+def test_file_system_without_links_or_renames_is_named_and_no_server_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """As FUSE mounts of buckets and some file shares are."""
+
+    def unable(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, unable)
+    found = list(examine_place(DirectoryPlace(tmp_path / "shared").settings()))
+    failed = [each for each in found if not each.ok]
+    assert failed
+    for each in failed:
+        assert "is on a file system that cannot do what is needed" in each.message
+        assert not each.passing
 
 
 def test_full_directory_keeps_nothing_of_the_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
