@@ -115,11 +115,20 @@ def test_attempt_whose_placement_was_refused_is_not_written(monkeypatch: pytest.
 
     monkeypatch.setattr(world, "reconcile", watched)
     world.until("Running")
-    obs, decision = begun[0]
-    answer = decision_after_refusal(obs, decision, "403: exceeded quota: configmaps")
-    assert answer.status is not None
-    assert answer.status.attempt == obs.job.status.attempt
-    assert answer.status.history == obs.job.status.history
+    world.evict(world.member(1))
+    world.until("Running", attempt=2)
+    assert len(begun) == 2
+    for obs, decision in begun:
+        answer = decision_after_refusal(obs, decision, "403: exceeded quota: configmaps")
+        assert answer.status is not None
+        assert answer.status.attempt == obs.job.status.attempt
+        assert answer.status.history == obs.job.status.history
+        waits = {"Placed": False, "Running": False, **({"Restoring": True} if obs.job.status.attempt else {})}
+        for kind, status in waits.items():
+            said = answer.status.condition(kind)
+            assert said is not None
+            found = said.status, said.reason, said.message
+            assert found == (status, "Refused", "403: exceeded quota: configmaps")
 
 
 def pod_of(kind: str, name: str, uid: str) -> dict[str, Any]:

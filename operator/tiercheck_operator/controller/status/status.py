@@ -136,7 +136,13 @@ def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """Returns `record` with the API server's refusal of what the job needs, for users to read."""
-    record = _with_conditions(obs, record, {conditions.PLACED: (False, describe_refusal(obs.job, sentence))})
+    found = describe_refusal(obs.job, sentence)
+    # Whatever the job waited for before, it waits for this now.
+    waits = {(conditions.RUNNING, False), (conditions.RESTORING, True)}
+    waiting = {
+        each.type: (each.status, found) for each in record.conditions if (each.type, each.status) in waits
+    }
+    record = _with_conditions(obs, record, {**waiting, conditions.PLACED: (False, found)})
     return replace(record, phase="Pending" if record.phase in ("", "Starting") else record.phase)
 
 
