@@ -80,11 +80,22 @@ class ResumableSampler(Sampler[list[int]]):
         return -(-samples // self._global) if self._carry else samples // self._global
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the batches from the position to the epoch's end. Only `advance` moves the position."""
-        epoch, position = self.epoch, self.position
+        """Yields the batches from the position to the epoch's end. Only `advance` moves the position.
+
+        Raises RuntimeError once a position is loaded: the batches would go on from the one before.
+        """
+        epoch, position, loads = self.epoch, self.position, self._loads
         while epoch == self._epoch_at(position, epoch):
+            self._refuse_stale(loads)
             yield self._part(epoch, position)
             position += self._global
+
+    def _refuse_stale(self, loads: int) -> None:
+        if loads != self._loads:
+            raise RuntimeError(
+                "a position was put back since this iteration began: begin it anew after each restore, or "
+                "loop over checkpointer.batches(loader, total)"
+            )
 
     def _epoch_at(self, position: int, epoch: int) -> int:
         """Returns the epoch in which the global batch at `position` of `epoch` begins."""
@@ -105,11 +116,7 @@ class ResumableSampler(Sampler[list[int]]):
         loads = self._loads
         try:
             for batch in batches:
-                if loads != self._loads:
-                    raise RuntimeError(
-                        "a position was put back since `follow` was called: call it again, or loop over "
-                        "checkpointer.batches(loader, total)"
-                    )
+                self._refuse_stale(loads)
                 self.position += self._global
                 yield batch
         finally:  # also if the loop is left at the last batch

@@ -142,6 +142,17 @@ def test_a_position_in_another_order_is_refused() -> None:
             other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iteration_from_before_a_load_gives_no_batch_of_the_order_it_was_in(workers: int) -> None:
+    """As of a loop whose process outlives another rank: it would be at other samples than the replacement."""
+    order = ResumableSampler(24, 2, shuffle=False)
+    batches = iter(DataLoader(range(24), batch_sampler=order, num_workers=workers))
+    next(batches)
+    order.load_state_dict(order.state_dict())
+    with pytest.raises(RuntimeError, match="a position was put back since this iteration began"):
+        next(batches)
+
+
 def test_batches_that_leave_a_rank_without_a_sample_are_refused() -> None:
     with pytest.raises(ValueError, match="a sample for each of 4 ranks"):
         ResumableSampler(100, 3, rank=0, world_size=4)
