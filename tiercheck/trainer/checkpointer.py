@@ -295,7 +295,8 @@ class Checkpointer:
 
         When another rank of the job is lost, the current step is abandoned, the version to continue from is
         loaded into the existing model, and the loop continues with the step after it. What the script
-        creates before the loop is kept as it is; what has to go back belongs in `state`. Outside a cluster
+        creates before the loop is kept as it is, an iterator too (`batches` begins a new one); what has to go
+        back belongs in `state`. To a compiled function pass `int(step)`. Outside a cluster
         this is the loop over `range(restore(), total)`. A later loop, such as that of a second phase, goes on
         where the one before ended.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,30 @@ def test_loop_of_each_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
                 order += x[:, 0].tolist()
             orders.append(order)
     assert len({*map(tuple, orders)}) == 3
+
+
+def test_step_that_the_script_keeps_or_sends_is_a_plain_number(tmp_path: Path) -> None:
+    """As that of a loop over `range` is: in `state`, in a checkpoint of its own, in a message to a rank."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: dict[Any, Any] = {}
+    for total in (2, 3):
+        state = {"seen": seen}
+        with Checkpointer(model, optimizer, state=state, folder=tmp_path, every=1) as checkpointer:
+            for step in checkpointer.steps(total):
+                with step:
+                    optimizer.step()
+                    seen |= {"last": step, step: [step]}
+                    checkpointer.step()
+                for same in (pickle.loads(pickle.dumps(step)), copy.deepcopy({"of": step})["of"]):
+                    assert type(same) is int
+                    assert same == step
+        assert checkpointer.skipped == 0
+        seen = {}
+    with Checkpointer(model, optimizer, state={"seen": seen}, folder=tmp_path) as checkpointer:
+        assert checkpointer.restore() == 3
+    assert seen == {"last": 2, 0: [0], 1: [1], 2: [2]}
+    assert {*map(type, (seen["last"], *seen, *seen[1]))} == {int, str}
 
 
 def test_loader_without_a_batch_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ class RepeatableStep(int):
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
         return self._loop.leave(error, trace)
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # copied, written or sent to another process it is a number
+
 
 class StepLoop:
     """Runs the steps of one Checkpointer in a cluster, in the training thread."""

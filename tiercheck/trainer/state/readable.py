@@ -183,6 +183,8 @@ def encoded(value: Any, known: dict[int, Any], leaf: Leaf) -> Any:
         copy = known[id(value)] = tuple([encoded(each, known, leaf) for each in value])
     elif kind is torch.Tensor:
         copy = leaf(value, known)
+    elif _is_number(value):
+        copy = int(value)
     elif (apart := to_record(value)) is not None:
         copy = known[id(value)] = apart[0]
         if apart[1]:
@@ -309,7 +311,7 @@ def write_plain(value: Any, name: str) -> bytes:
 def check_readable(value: Any, name: str, within: frozenset[int] = frozenset()) -> None:
     """Raises NotCapturable, with `name`, for what a checkpoint could hold and never give back."""
     kind = type(value)
-    if kind in UNCHANGEABLE or kind in _seen or id(value) in within:
+    if kind in UNCHANGEABLE or kind in _seen or id(value) in within or _is_number(value):
         return
     within |= {id(value)}
     try:
@@ -351,6 +353,13 @@ def is_readable(value: Any) -> bool:
     except NotCapturable:
         return False
     return True
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether a value is an int but for its class, as a step of `Checkpointer.steps` is."""
+    if not isinstance(value, int) or type(value).__reduce__ is object.__reduce__:
+        return False
+    return value.__reduce__() == (int, (int(value),))
 
 
 def in_words(key: Any) -> str:
