@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
+from tiercheck.trainer.inprocess.steps import StepLoop
 
 
 @pytest.fixture
@@ -42,3 +44,21 @@ def test_pipeline_meets_the_rank_that_joins_as_at_its_first_step_and_with_no_los
     assert not stage.fwd_cache
     assert not stage.bwd_cache
     assert all(parameter.grad is None for parameter in part.parameters())
+
+
+def test_evaluation_that_was_left_keeps_no_gradients_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script switches them off by a call, whose end it did not reach."""
+    loop = StepLoop(0, 1, lambda: None, lambda: 1)
+    monkeypatch.setattr(loop, "_wait_for_release", lambda: SimpleNamespace(master_host="", master_port=0))
+    monkeypatch.setattr(loop, "_is_over", lambda error, _: error is not None)
+    monkeypatch.setattr(groups(), "reconnect", lambda *_: None)
+    begun = []
+    try:
+        for step in loop.steps(1, 2):
+            begun.append(torch.is_grad_enabled())
+            with step:
+                torch.set_grad_enabled(len(begun) > 1)
+                assert len(begun) > 1, "the attempt ends in the first one's evaluation"
+        assert begun == [True, True]
+    finally:
+        torch.set_grad_enabled(True)

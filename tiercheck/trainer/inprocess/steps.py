@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tiercheck.launcher.environment import command_environment
@@ -71,6 +72,8 @@ class StepLoop:
         self._made_in = _entered
         self._listener: OrderListener | None = None
         self._inside = False
+        self._with_gradients = True
+        """True if the step that was entered last began with gradients enabled."""
         self.number: int | None = None
         """The number of the step that was entered last; None: the loop has no `with step`."""
         self.rewinds = 0
@@ -111,7 +114,7 @@ class StepLoop:
 
     def enter(self, number: int | None = None) -> None:
         """Begins a step; None: a function that was entered makes it, and gives no number."""
-        self.number = number
+        self.number, self._with_gradients = number, torch.is_grad_enabled()
         if self._listener is None and (run_dir := os.environ.get(ENV_RUN_DIR)):
             self._listen(Path(run_dir))
         self._inside = True
@@ -187,6 +190,7 @@ class StepLoop:
 
     def _rewind(self) -> None:
         order = self._wait_for_release()
+        torch.set_grad_enabled(self._with_gradients)  # an evaluation that was left may have switched them off
         groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
         self._rewound = self._go_on()
         self.rewinds += 1
@@ -233,6 +237,7 @@ def reenter(
     if _entered is not None or ENV_RUN_DIR not in os.environ:
         return function(*arguments, **named)
     now = _entered = _EnteredFunction()
+    with_gradients = torch.is_grad_enabled()
     groups().enter_function()
     try:
         while True:
@@ -242,6 +247,7 @@ def reenter(
                 if now.loop is None or not now.loop._is_over(error, error.__traceback__):
                     raise
             now.loop.enter_again()
+            torch.set_grad_enabled(with_gradients)
             now.loop, now.is_again = None, True
             gc.collect()  # frees what the last call made, or there would be two of each on the device
     finally:
