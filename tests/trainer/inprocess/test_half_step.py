@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
 from tiercheck.trainer.inprocess.steps import StepLoop
+from tiercheck.trainer.replicas.arithmetic import bucket_layouts
 
 
 @pytest.fixture
@@ -37,13 +39,34 @@ def test_pipeline_meets_the_rank_that_joins_as_at_its_first_step_and_with_no_los
     assert any(getattr(schedule, name) for name in flags)
     schedule._internal_losses.append(torch.ones(()))
     stage.bwd_cache[0] = (None,)
-    nothing: Any = SimpleNamespace(optimizers=(), state={})
+    nothing: Any = SimpleNamespace(optimizers=(), state={}, arithmetic=SimpleNamespace(layouts={}))
     forget_half_step([part], nothing)
     assert not any(getattr(schedule, name) for name in flags)
     assert not schedule._internal_losses
     assert not stage.fwd_cache
     assert not stage.bwd_cache
     assert all(parameter.grad is None for parameter in part.parameters())
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    """A job of two ranks, of which the other one is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_parameters_that_a_step_freezes_until_its_end_are_trained_again_when_it_was_left() -> None:
+    """As a GAN freezes the discriminator while it trains the generator."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    replicated = nn.parallel.DistributedDataParallel(model)
+    layouts = bucket_layouts([("", replicated)])
+    model[0].requires_grad_(False)
+    trained: Any = SimpleNamespace(optimizers=(), state={}, arithmetic=SimpleNamespace(layouts=layouts))
+    forget_half_step([replicated], trained)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert bucket_layouts([("", replicated)]).keys() == layouts.keys()
 
 
 def test_evaluation_that_was_left_keeps_no_gradients_off(monkeypatch: pytest.MonkeyPatch) -> None:

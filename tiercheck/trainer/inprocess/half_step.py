@@ -45,7 +45,7 @@ def forget_half_step(models: Sequence[nn.Module], trained: TrainedState) -> None
         for model in models:
             for state in _fsdp_states(model):
                 _reset_fsdp(state)
-            reset_bucket_layouts(model)
+            reset_bucket_layouts(model, trained.arithmetic.layouts.values())
             for parameter in model.parameters():
                 parameter.grad = None
         _reset_schedules()

@@ -115,6 +115,8 @@ class BucketLayout:
 
     def begin_anew(self) -> None:
         """Makes the next step begin as in a new process: with the first layout, and no partial step."""
+        for parameter in self._parameters:
+            parameter.requires_grad_()  # the step may have frozen it until its end
         self.module.require_forward_param_sync, self.module._has_rebuilt_buckets = True, False
         self._make_reducer(range(len(self._parameters)))
 
@@ -165,13 +167,15 @@ def bucket_layouts(replicated: Iterable[tuple[str, DistributedDataParallel]]) ->
     return found
 
 
-def reset_bucket_layouts(model: nn.Module) -> None:
+def reset_bucket_layouts(model: nn.Module, known: Iterable[BucketLayout]) -> None:
     """Makes each module of a wrapped model begin with its first layout, as in a new process.
 
-    Raises AttributeError, KeyError if this version of torch does not expose it."""
+    `known`: layouts of the model, read when no step was half done. Raises AttributeError, KeyError if this
+    version of torch does not expose another one."""
+    found = {id(layout.module): layout for layout in known}
     for path, module in Wrapped.look(model).replicated:
         if module.process_group.size() > 1:
-            BucketLayout(path, module).begin_anew()
+            (found.get(id(module)) or BucketLayout(path, module)).begin_anew()
 
 
 def warn_of(path: str, what: str) -> None:
@@ -203,7 +207,7 @@ class Arithmetic:
     def __init__(self, wrapped: Wrapped, stored: Iterable[object]) -> None:
         """`stored`: the objects with state in the versions."""
         self._model, self._stored = wrapped.model, list(stored)
-        self._layouts = bucket_layouts(wrapped.replicated)
+        self.layouts = bucket_layouts(wrapped.replicated)
         self._saved: Mapping[str, str] = {}
         self._steps, self._failed = 0, False
         self._hook_states: dict[int, AttributeWatch | None] = {}
@@ -214,14 +218,14 @@ class Arithmetic:
         """True if the script is known to set gradients to None before each step, as `zero_grad` does."""
 
     def facts(self) -> dict[str, Any]:
-        layouts = {path: layout.known for path, layout in self._layouts.items()}
+        layouts = {path: layout.known for path, layout in self.layouts.items()}
         # Where they are zeroed in place, the optimizer also updates parameters that a step does not use.
         zeroed = [] if self._clears else [name for name, each in self._named if each.grad is not None]
         return {"buckets": layouts, "computed": self._computed(), "gradients": zeroed}
 
     def put_back(self, facts: Mapping[str, Any]) -> None:
         """Restores saved settings. A collective call before the first backward pass."""
-        for path, layout in self._layouts.items():
+        for path, layout in self.layouts.items():
             layout.put_back(facts["buckets"].get(path, ""))
         self._saved = facts["computed"]
         zeroed = {*facts.get("gradients", ())}
@@ -232,7 +236,7 @@ class Arithmetic:
     def end_step(self) -> None:
         """Reads the settings after a step, and warns once of each one that a resume would not reproduce."""
         try:
-            for layout in self._layouts.values():
+            for layout in self.layouts.values():
                 layout.follow()
                 for hook, state in layout.module._comm_hooks:
                     self._follow_hook(hook, state)
