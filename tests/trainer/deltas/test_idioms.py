@@ -411,6 +411,21 @@ class Slow(SGD):
             parameter.copy_(slow)
 
 
+class Eigenvectors(SGD):
+    """Scales updates by eigenvectors, which lie transposed in memory: sums over them round by that order."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in filter(lambda each: each.dim() == 2, self.param_groups[0]["params"]):
+            kept, gradient = self.state[parameter], parameter.grad
+            if not kept:
+                outer = [gradient @ gradient.T, gradient.T @ gradient]
+                kept["left"], *kept["right"] = (torch.linalg.eigh(each)[1] for each in outer)
+            for basis in (kept["left"], *kept["right"]):
+                gradient.mul_(basis.exp().mean())
+        super().step()
+
+
 class Own(Optimizer):
     """Momentum, kept where `kept` says."""
 
@@ -630,6 +645,7 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "SAM itself": (sharpness_aware(base=False), {REFUSED}),
     "noise inside of the step": (simple(lambda p: Langevin(p, lr=1e-2)), {EQUAL, TOLD}),
     "optimizer that remembers": (simple(Remembers), {TOLD, EQUAL}),
+    "state that lies transposed": (simple(lambda p: Eigenvectors(p, lr=0.1)), {EQUAL}),
     "two optimizers at different steps": (two_optimizers_at_different_steps, {EQUAL}),
     "adversaries": (adversaries, {EQUAL}),
     "accumulation and clipping": (accumulation, {EQUAL}),

@@ -159,7 +159,7 @@ class Cloner:
         shard = local_shard(parameter)
         clone = nn.Parameter(_lying_as(_cut(shard, shard, part)), requires_grad=parameter.requires_grad)
         clones.optimizer.state[clone] = {
-            key: _as_loaded(_cut(value, shard, part), clone)
+            key: _cut(value, shard, part).clone()  # in the order in memory that a restore gives it
             if isinstance(value, Tensor)
             else copy.deepcopy(value)
             for key, value in self._optimizer.state.get(parameter, {}).items()
@@ -267,13 +267,6 @@ def _cut(value: Any, shard: Tensor, part: ProbePart) -> Any:
 
 def _is_flat(gradient: Tensor) -> bool:
     return gradient.layout is torch.strided and gradient.is_contiguous()
-
-
-def _as_loaded(value: Tensor, clone: Tensor) -> Tensor:
-    """Returns a copy in memory allocated as by `room_for` of `restore`."""
-    if value.shape != clone.shape:
-        return value.clone(memory_format=torch.contiguous_format)
-    return torch.empty_like(clone.detach(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _lying_as(shard: Tensor) -> Tensor:

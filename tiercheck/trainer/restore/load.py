@@ -41,11 +41,10 @@ from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import (
     PLAIN,
     Entry,
+    first_part,
     held_by,
-    is_wrapper,
     list_tensor,
     local_shard,
-    parts,
     write,
 )
 from tiercheck.trainer.training import keys_given
@@ -311,9 +310,11 @@ def room_for(
 
     `described`: by `optimizer_state.describe`. Returns what is to be filled, of local `shape`, and the tensor
     that it is the local shard of (or itself)."""
-    shard = next(leaf for _, leaf in parts(parameter)) if is_wrapper(parameter) else local_shard(parameter)
+    shard = first_part(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
-    if shape == tuple(shard.shape):
+    if "strides" in described:
+        local = torch.empty_strided(shape, described["strides"], dtype=dtype, device=device)
+    elif shape == tuple(shard.shape):
         local = torch.empty_like(shard, dtype=dtype, device=device)
     else:
         local = torch.empty(shape, dtype=dtype, device=device)

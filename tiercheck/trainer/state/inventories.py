@@ -214,7 +214,7 @@ class Inventories:
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append(read_each(_trained, trained))
             marks.append([len(group["params"]) for group in optimizer.param_groups])
-            marks.append(read_each(_where, kept))
+            marks += [read_each(_where, kept), list(map(Tensor.stride, map(_shard, kept)))]
             if odd_attributes(optimizer):  # any of them may hold a tensor by now
                 raise _NotRemembered
             tensors += kept

@@ -36,6 +36,7 @@ from tiercheck.trainer.tensors.tensor_parts import (
     Entry,
     NotCapturable,
     exact_memory,
+    first_part,
     held_by,
     is_wrapper,
     list_tensor,
@@ -418,10 +419,16 @@ def _members(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
-    """Describes a tensor: device and sharding; of a wrapper also its class and what is no tensor in it."""
+    """Describes a tensor: device, sharding, and order in memory if it is neither the parameter's nor usual.
+
+    Of a wrapper also its class and what is no tensor in it."""
     if not is_wrapper(value):
         list_tensor(name, value, True, entries)
         described: dict[str, Any] = {"device": value.device.type}
+        local, shard = entries[-1].tensor, first_part(parameter)
+        # What `eigh` returns, for example, is transposed; sums over it round by its order.
+        if not (local.stride() == shard.stride() if local.shape == shard.shape else local.is_contiguous()):
+            described["strides"] = list(torch.empty_like(local, device="meta").stride())
         if hasattr(value, "placements"):
             if getattr(parameter, "placements", None) != value.placements:
                 raise NotCapturable(f"{name} is sharded differently from its parameter")

@@ -95,6 +95,11 @@ def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from parts(getattr(shard, name), f"{path}/{name}")
 
 
+def first_part(tensor: Tensor) -> Tensor:
+    """Returns the first plain tensor of this rank's part of a tensor."""
+    return next(leaf for _, leaf in parts(tensor)) if is_wrapper(tensor) else local_shard(tensor)
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether a tensor consists of other tensors."""
     return type(tensor) not in PLAIN and hasattr(_unwrapped(tensor), "__tensor_flatten__")
