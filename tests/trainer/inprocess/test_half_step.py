@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.trainer.inprocess.groups import groups
 from tiercheck.trainer.inprocess.half_step import forget_half_step
-from tiercheck.trainer.inprocess.steps import StepLoop
+from tiercheck.trainer.inprocess.steps import StepLoop, entered, reenter
 from tiercheck.trainer.replicas.arithmetic import bucket_layouts
 
 
@@ -69,19 +70,43 @@ def test_parameters_that_a_step_freezes_until_its_end_are_trained_again_when_it_
     assert bucket_layouts([("", replicated)]).keys() == layouts.keys()
 
 
-def test_evaluation_that_was_left_keeps_no_gradients_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the script switches them off by a call, whose end it did not reach."""
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepLoop]:
+    """The loop of a process that leaves whatever raises, without a job around it."""
     loop = StepLoop(0, 1, lambda: None, lambda: 1)
     monkeypatch.setattr(loop, "_wait_for_release", lambda: SimpleNamespace(master_host="", master_port=0))
     monkeypatch.setattr(loop, "_is_over", lambda error, _: error is not None)
-    monkeypatch.setattr(groups(), "reconnect", lambda *_: None)
+    for name in ("reconnect", "enter_function", "detach"):
+        monkeypatch.setattr(groups(), name, lambda *_: None)
+    yield loop
+    torch.set_grad_enabled(True)
+
+
+def test_evaluation_that_was_left_keeps_no_gradients_off(left: StepLoop) -> None:
+    """Where the script switches them off by a call, whose end it did not reach."""
     begun = []
-    try:
-        for step in loop.steps(1, 2):
-            begun.append(torch.is_grad_enabled())
-            with step:
-                torch.set_grad_enabled(len(begun) > 1)
-                assert len(begun) > 1, "the attempt ends in the first one's evaluation"
-        assert begun == [True, True]
-    finally:
-        torch.set_grad_enabled(True)
+    for step in left.steps(1, 2):
+        begun.append(torch.is_grad_enabled())
+        with step:
+            torch.set_grad_enabled(len(begun) > 1)
+            assert len(begun) > 1, "the attempt ends in the first one's evaluation"
+    assert begun == [True, True]
+
+
+def test_function_that_is_called_again_begins_with_gradients(
+    left: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its first call was left in an evaluation that had switched them off."""
+    monkeypatch.setenv(ENV_RUN_DIR, "run")
+    begun = []
+
+    def train() -> None:
+        begun.append(torch.is_grad_enabled())
+        now = entered()
+        assert now is not None
+        now.loop = left
+        torch.set_grad_enabled(len(begun) > 1)
+        assert len(begun) > 1, "the attempt ends in the first one's evaluation"
+
+    reenter(train)
+    assert begun == [True, True]
