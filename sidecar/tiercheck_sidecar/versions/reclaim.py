@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts.sizing import HOSTED_SLOTS, OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
@@ -183,6 +184,8 @@ class Reclaimer:
         """Allocates slots, which takes long: of deltas once it is known how many there must be.
         Neither a trainer nor what frees slots waits for it."""
         for _ in self._state.looks(timeout=1.0):
+            if self._state.restore.state is RestoreState.RUNNING:
+                continue  # it would take cores and memory bandwidth from what all ranks wait for
             verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
                 directive, size = self._state.directive, self._state.expected_snapshot

@@ -16,6 +16,7 @@ from tests.sidecar.stations import config_of, directive_of, image
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS
 from tiercheck.protocol.directive import Directive, Restore, SourceTable, Tier
+from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.state import SidecarState
@@ -169,3 +170,18 @@ def test_it_is_made_while_it_is_not_known_that_the_job_begins_from_scratch(
     state.looks = lambda timeout: looks  # type: ignore[method-assign,assignment]
     Reclaimer(state, vault).prepare()
     assert len(ready_files(vault)) == made
+
+
+def test_no_other_slots_are_made_while_ranks_wait_for_a_restore(tmp_path: Path) -> None:
+    state = SidecarState(config_of())
+    vault = Vault(tmp_path / "memory", LIMIT, [0])
+    vault.open()
+    restore(vault)
+    slots = {}
+    for running in (RestoreState.RUNNING, RestoreState.READY):
+        state.restore = RestoreReport(running, VERSION)
+        looks = iter([None])
+        state.looks = lambda timeout, looks=looks: looks  # type: ignore[method-assign,assignment]
+        Reclaimer(state, vault).prepare()
+        slots[running] = len(vault._slots)
+    assert slots == {RestoreState.RUNNING: 1, RestoreState.READY: OWN_SLOTS}
