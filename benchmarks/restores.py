@@ -1,10 +1,12 @@
 """Measures restores: from own memory beside a plain copy, from a peer beside torchft's transport.
 
 Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies
-nothing. A copy goes into memory that is there, and so do the moments of the restore beside it; a new process
-has no memory for them yet, and pays for it in the peer rows. The new sidecar knows how large snapshots are,
-as it does from the operator while a pod waits or starts, and has made memory for one; the row's note has the
-fetch without. Plain sockets bring bytes into a small buffer of a Python process; the copy is added."""
+nothing. A copy goes into memory that is there, and so do the moments of the local restore. In the peer rows a
+new process has no memory for moments yet: ours, torchft's and that of the copy are new. The new sidecar knows
+how large snapshots are, as it does from the operator while a pod waits or starts, and has made memory for
+one; the row's note has the fetch without. Between the fetch and the load a job releases all ranks and starts
+their processes; the sidecar makes the rank's other slots then, and is done before the load here. Plain
+sockets bring bytes into a small buffer of a Python process; the copy is added."""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ from benchmarks.job import Job, until
 from benchmarks.peers.environment import TORCHFT, CannotInstall
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
+from tiercheck.protocol.artifacts.sizing import OWN_SLOTS
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.exchange.streams import STREAMS
@@ -64,9 +67,10 @@ def run(scale: Scale) -> Outcome:
             job.lose(0)
             _make_ready(job)
             peer["fetch"].append(_hold(job, version, {0: (job.from_peer(1),)}))
+            until(lambda: job.report(0).memory.used >= OWN_SLOTS * size, "the other slots are there")
             peer["load"].append(_load(job, training, new=True))
             sent, seconds = over_sockets(STREAMS)
-            plain.append(size * seconds / sent + local["copy"][-1])
+            plain.append(size * seconds / sent + min(training.copy_seconds(new_moments=True)))
             if not problem:
                 try:
                     theirs.append(torchft(size))

@@ -118,8 +118,10 @@ class Training:
         """The optimizer's step."""
         self.clock.step()
 
-    def copy_seconds(self, runs: int = 3) -> list[float]:
+    def copy_seconds(self, runs: int = 3, *, new_moments: bool = False) -> list[float]:
         """The limit: seconds that copying the state into memory that is already there takes.
+
+        `new_moments`: only the parameters have memory, as in a new process.
 
         Of a state above 1 GiB only a part is copied, and the time scaled: the machine may not have room for
         it twice.
@@ -132,8 +134,11 @@ class Training:
         for target, source in zip(into, tensors, strict=True):
             target.copy_(source)
         found = []
+        there = len(list(self.model.parameters())) if new_moments else len(into)
         for _ in range(runs):
+            del into[there:]
             start = time.perf_counter()
+            into += [torch.empty_like(tensor) for tensor in tensors[there:]]
             for target, source in zip(into, tensors, strict=True):
                 target.copy_(source)
             found.append((time.perf_counter() - start) * scale)

@@ -31,7 +31,8 @@ def serve(size: int, chunks: int) -> None:
 
 
 def receive(size: int, chunks: int) -> float:
-    """Seconds that the joining worker waits."""
+    """Seconds that the joining worker waits, until its model and optimizer have the state."""
+    training = Training(size, tokens=0, fresh=True)
     command = [sys.executable, "-m", "benchmarks.peers.torchft_transport", str(size), "", str(chunks)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -39,8 +40,10 @@ def receive(size: int, chunks: int) -> float:
         transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, chunks)
         start = time.perf_counter()
         state = transport.recv_checkpoint(0, metadata, 1, _TIMEOUT)
-        seconds = time.perf_counter() - start
         assert isinstance(state, dict)
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        seconds = time.perf_counter() - start
         server.communicate()
     return seconds
 
