@@ -30,8 +30,9 @@ def serve(size: int, chunks: int) -> None:
     sys.stdin.read()
 
 
-def receive(size: int, chunks: int) -> float:
-    """Seconds that the joining worker waits, until its model and optimizer have the state."""
+def receive(size: int, chunks: int) -> tuple[float, float]:
+    """Seconds that the joining worker waits, until its model and optimizer have the state; and those of the
+    transfer alone, which ends with tensors of the transport's own."""
     training = Training(size, tokens=0, fresh=True)
     command = [sys.executable, "-m", "benchmarks.peers.torchft_transport", str(size), "", str(chunks)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -40,12 +41,13 @@ def receive(size: int, chunks: int) -> float:
         transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, chunks)
         start = time.perf_counter()
         state = transport.recv_checkpoint(0, metadata, 1, _TIMEOUT)
+        transfer = time.perf_counter() - start
         assert isinstance(state, dict)
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
         seconds = time.perf_counter() - start
         server.communicate()
-    return seconds
+    return seconds, transfer
 
 
 if __name__ == "__main__":
