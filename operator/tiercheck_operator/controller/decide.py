@@ -228,8 +228,8 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     if isinstance(outcome, placing.CannotPlace):
         return conclude(situation, draft.with_findings(unplaced=outcome, waiting=outcome))
     draft = draft.with_findings(unplaced=readiness.waiting_for_pods(situation), waiting=outcome)
-    draft = replace(draft, after=outcome.probes if isinstance(outcome, readiness.Waiting) else ())
-    return conclude(situation, draft.with_wake(outcome.wake_after, 60.0))
+    probes = outcome.probes if isinstance(outcome, readiness.Waiting) else ()
+    return conclude(situation, draft.with_actions(*probes).with_wake(outcome.wake_after, 60.0))
 
 
 def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:

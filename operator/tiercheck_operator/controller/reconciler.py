@@ -35,6 +35,7 @@ from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport, soonest
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.sidecars import JobSidecars, Lines
 
 log = logging.getLogger(__name__)
@@ -251,6 +252,9 @@ class JobLoop:
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
         context.metrics.decided(self._deciding)
+        if self._sidecars is not None:  # a recovery waits for their answers, and not for the status write
+            status = decision.status or job.status
+            self._sidecars.want_holdings(_holdings_matter(status, self._owned_objects.placement))
         context.places[self.key[0], self.uid] = frozenset(
             place.node for place in (decision.status or job.status).places
         )
@@ -355,7 +359,6 @@ class JobLoop:
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             earlier = self._sidecars.reports  # includes the final reports of those that are dropped next
-            self._sidecars.want_holdings(_holdings_matter(job, self._owned_objects.placement))
             self._sidecars.follow(hosts, keep=self._vanished_members(job, pods))
         return Observation(
             now=context.clock(),
@@ -457,9 +460,9 @@ def find_unwelcome(places: Mapping[tuple[str, str], frozenset[str]], namespace: 
     return frozenset(node for node, teams in named.items() if namespace in teams or len(teams) > 1)
 
 
-def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:
+def _holdings_matter(status: JobRecord, placement: SavedPlacement | None) -> bool:
     """Returns whether holdings affect decisions: from a failure to the first step, and while copies move."""
-    settled = job.status.attempt > 0 and job.status.recovery is None
+    settled = status.attempt > 0 and status.recovery is None
     return not settled or placement is None or bool(placement.leaving)
 
 

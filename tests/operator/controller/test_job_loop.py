@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -27,6 +28,7 @@ from tiercheck_operator.model.actions import CreatePod, Decision, EnsureService,
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.status import Recovery
 
 PATH = JOBS.path("default", "j")
 
@@ -279,6 +281,36 @@ async def test_refused_status_is_an_event_of_the_job() -> None:
         ("StatusRefused", "u")
     ]
     assert "frozen-status" in kube.events[0]["message"]
+
+
+async def test_sidecars_are_asked_what_they_hold_before_a_failure_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The write takes what the API server takes, and a recovery waits for their answers alone."""
+    order: list[str] = []
+
+    class Asked(Silent):
+        def want_holdings(self, wanted: bool) -> None:
+            order.append("asked" if wanted else "left alone")
+
+    class Written(StandIn):
+        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+            if path.endswith("/status"):
+                order.append("written")
+            return super().call(method, path, body)
+
+    def find_failure(obs: Observation) -> Decision:
+        return Decision(status=replace(obs.job.status, recovery=Recovery("TrainerCrash", "", 1.0, 1.0)))
+
+    job = new_job() | {"status": {"attempt": 1}}
+    loop = JobLoop(job, surroundings(Written(job)))
+    loop._known, loop._read_at, loop._sidecars = True, time.time(), cast(Any, Asked())
+    loop._owned_objects.placement = SavedPlacement(1, ())
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler.decide", lambda obs: Decision())
+    await loop._reconcile()
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler.decide", find_failure)
+    await loop._reconcile()
+    assert order == ["left alone", "asked", "written"]
 
 
 async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_it_says_so() -> None:

@@ -455,7 +455,7 @@ def test_no_attempt_begins_before_a_sidecar_that_answers_has_said_what_it_holds(
     world.terse = frozenset({silent})
     world.crash(1)
     world.train(10, attempt=attempt)
-    assert ProbeSidecar(silent) in world.last.after
+    assert ProbeSidecar(silent) in world.last.before
     world.terse = frozenset()
     world.recovered(attempt=attempt + 1)
     assert world.summary["lostSteps"] <= 1
