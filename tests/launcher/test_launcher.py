@@ -163,20 +163,20 @@ def test_orphans_are_reaped_so_that_no_zombie_stays(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "reason"),
+    ("script", "code", "reason", "message"),
     [
-        ("exit 0", 0, ""),
-        ("exit 7", 7, "Crashed"),
-        ("kill -9 $$", 137, "Signalled"),
-        ("kill -ABRT $$", 134, "Signalled"),
+        ("exit 0", 0, "", ""),
+        ("exit 7", 7, "Crashed", "a warning"),
+        ("kill -9 $$", 137, "Signalled", "SIGKILL"),
+        ("kill -ABRT $$", 134, "Signalled", "SIGABRT: a warning"),
     ],
 )
 def test_end_of_the_command_is_told_and_the_launcher_waits_for_orders(
-    launch: Launch, script: str, code: int, reason: str
+    launch: Launch, script: str, code: int, reason: str, message: str
 ) -> None:
-    launched = released(launch, script)
+    launched = released(launch, f"echo a warning >&2; {script}")
     ended = launched.sidecar.hears("exited", 1)
-    assert (ended.exit_code, ended.reason) == (code, reason)
+    assert (ended.exit_code, ended.reason, ended.message) == (code, reason, message)
     assert launched.process.poll() is None
     launched.sidecar.say(order(2, Phase.RELEASE))  # straight to release, as after a crash in place
     assert launched.sidecar.hears("exited", 2).exit_code == code

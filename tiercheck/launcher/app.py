@@ -465,6 +465,8 @@ def _exited(attempt: int, code: int, out_of_memory: str, said: str) -> LauncherE
     if out_of_memory:  # torchrun exits with 1 when a rank was killed, so the code alone is ambiguous
         return LauncherEvent("exited", attempt, code, names.OOM_KILLED, out_of_memory)
     if name := processes.signal_of(code):
+        if name == "SIGKILL":
+            said = ""  # it gives no notice, so the last words are about something else
         return LauncherEvent("exited", attempt, code, names.SIGNALLED, f"{name}{': ' + said if said else ''}")
     return LauncherEvent("exited", attempt, code, names.CRASHED, said)
 
