@@ -172,11 +172,11 @@ def _peer_rows(
         Figure(
             PEER,
             seconds_text(fetch + load),
-            f"{seconds_text(by_chunks[best])} ({best})",
+            f"{seconds_text(by_chunks[best])} ({best}, its transfer {alone})",
             by_chunks[best] / (fetch + load),
             1.0,
             Sense.AT_LEAST,
-            note=f"median {seconds_text(usual)}; {parts}; torchft verifies nothing, its transfer: {alone}",
+            note=f"median {seconds_text(usual)}; {parts}; torchft verifies nothing",
         )
     ]
 
