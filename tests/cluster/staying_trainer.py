@@ -5,7 +5,8 @@ be. In a job it trains until it is hit for the LIVES-th time (1 if not given), a
 seconds per step. With SPREAD=1 it exchanges a value before its restore, which a rank that builds its model
 alone cannot do. PLAN, "PLACE=RANK;...": in the n-th attempt that rank kills itself there, of all PLACES, when
 it has trained for a while; STRIKE=SIGSTOP: it only stops. After SIGUSR1 a rank spoils a bit of a gradient and
-suspects the step. PLAIN=1: no `with step`.
+suspects the step. PLAIN=1: no `with step`. AGAIN, "PLACE=RANK": in the second attempt that rank kills itself
+before it has `reconnected`, `loaded` or `entered` a step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiercheck import Checkpointer
+from tiercheck.trainer.inprocess.groups import ReconnectableGroups
 from tiercheck.trainer.inprocess.steps import StepLoop
+from tiercheck.trainer.restore.restoring import Restoring
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.capturing import Capturing
 from tiercheck.trainer.save.deltas import Deltas
@@ -75,6 +78,15 @@ def at(place: str) -> None:
 def before(method: Callable[..., Any], place: str) -> Callable[..., Any]:
     def called(*given: Any, **named: Any) -> Any:
         at(place)
+        return method(*given, **named)
+
+    return called
+
+
+def lost_in_second_attempt(place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*given: Any, **named: Any) -> Any:
+        if os.environ.get("AGAIN") == f"{place}={os.environ['RANK']}" and attempt() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         return method(*given, **named)
 
     return called
@@ -182,6 +194,11 @@ def main() -> None:
     optimizer.register_step_pre_hook(lambda *_: at("update begins"))
     optimizer.register_step_post_hook(lambda *_: at("updated"))
     StepLoop.leave = leaving(StepLoop.leave)  # type: ignore[method-assign]
+    ReconnectableGroups.reconnect = lost_in_second_attempt(  # type: ignore[method-assign]
+        "reconnected", ReconnectableGroups.reconnect
+    )
+    Restoring.load = lost_in_second_attempt("loaded", Restoring.load)  # type: ignore[method-assign]
+    StepLoop.enter = lost_in_second_attempt("entered", StepLoop.enter)  # type: ignore[method-assign]
     if _PLAN:
         staging.failpoint = slot_file.failpoint = at
         Deltas.end_step = before(Deltas.end_step, "delta begun")  # type: ignore[method-assign]

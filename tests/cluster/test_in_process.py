@@ -123,6 +123,30 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
     assert_stayed(job, lost=3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("ddp", "loaded"),
+        *(
+            pytest.param(*each, marks=pytest.mark.extended)
+            for each in (("ddp", "reconnected"), ("fsdp", "loaded"), ("ddp", "entered"), ("tp", "entered"))
+        ),
+    ],
+)
+def test_rank_that_is_lost_while_another_is_replaced_costs_no_other_process(
+    jobs: Jobs, cluster: LocalCluster, kind: str, place: str
+) -> None:
+    job = start(jobs, kind, AGAIN=f"{place}=1")
+    before = job.wait_trained(13)
+    cluster.faults.kill_container_process(job.pod_of(3))
+    recovery = job.wait_recovered(before["attempt"])
+    stay = 3 if place == "entered" else 2  # the replacement stays, once it is in a step
+    assert (recovery["attempt"], recovery["inProcess"]) == (3, stay)
+    assert_equal_losses(job, kind)
+    pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(RANKS)]
+    assert [len(each) for each in pids] == [1, 2, 1, 2]
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("number", "kind"), enumerate(["ddp", "fsdp", "hsdp", "tp", "pp"]))
 def test_rank_may_be_lost_at_any_place_of_a_step(jobs: Jobs, number: int, kind: str) -> None:

@@ -189,10 +189,17 @@ class StepLoop:
         return order
 
     def _rewind(self) -> None:
-        order = self._wait_for_release()
-        torch.set_grad_enabled(self._with_gradients)  # an evaluation that was left may have switched them off
-        groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
-        self._rewound = self._go_on()
+        """Goes back with the others. If another rank is lost meanwhile, begins once more."""
+        while True:
+            order = self._wait_for_release()
+            torch.set_grad_enabled(self._with_gradients)  # an evaluation may have switched them off
+            try:
+                groups().reconnect(order.master_host, order.master_port, self._rank, self._world_size)
+                self._rewound = self._go_on()
+                break
+            except Exception as error:
+                if not self._is_over(error, error.__traceback__):
+                    raise
         self.rewinds += 1
         self._look_for_refusal()
 

@@ -186,6 +186,8 @@ class Saver:
 
     def close(self, timeout: float) -> bool:
         """Finishes submitted work and ends the thread. Returns False if `timeout` seconds did not suffice."""
+        if not self._thread.is_alive():
+            return True
         self.barrier()
         self.wait(timeout)
         self._inbox.put(None)

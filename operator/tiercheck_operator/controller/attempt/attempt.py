@@ -220,7 +220,8 @@ def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: b
         return "there is nothing to go on from"
     if not same_size:
         return "the job has another number of ranks now"
-    return "" if recovery.undone or not recovery.tries else "not all of them had made a step"
+    once = recovery.undone or recovery.tries <= 1  # then a replacement may be what cannot join the others
+    return "" if once else "not all of them had made a step"
 
 
 def _ranks_known(reports: list[Report]) -> bool:

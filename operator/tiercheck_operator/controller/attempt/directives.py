@@ -204,7 +204,7 @@ def _joins(obs: Observation, recovery: Recovery | None, phase: Phase) -> bool:
     if phase is not Phase.HOLD:
         return recovery.kept > 0
     would_stay = obs.conditions.get(conditions.IN_PROCESS)
-    return not recovery.tries and would_stay is not None and would_stay.reason == conditions.PROCESSES_STAY
+    return would_stay is not None and would_stay.reason == conditions.PROCESSES_STAY
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
