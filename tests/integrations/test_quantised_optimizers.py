@@ -1,4 +1,4 @@
-"""Quantised optimizers of torchao and bitsandbytes resume with the same losses."""
+"""Quantised optimizers and weights of torchao and bitsandbytes resume with the same losses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
+from tiercheck.trainer.state.replayable import why_not_replayable
 
 
 def _quantised(name: str, parameters: Iterable[Tensor]) -> Optimizer:
@@ -21,6 +22,14 @@ def _quantised(name: str, parameters: Iterable[Tensor]) -> Optimizer:
     )
     optimizer: Optimizer = getattr(module, name)(parameters, lr=1e-3)
     return optimizer
+
+
+def _model(weights: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128))
+    if weights:
+        training = pytest.importorskip("torchao.prototype.quantized_training")
+        pytest.importorskip("torchao.quantization").quantize_(model, getattr(training, weights)())
+    return model
 
 
 @pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
@@ -35,21 +44,23 @@ def as_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_compiled")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "weights"),
     [
-        "torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8",
-        "bitsandbytes.AdamW8bit", "bitsandbytes.Lion8bit",
+        ("torchao.AdamW8bit", ""), ("torchao.AdamW4bit", ""), ("torchao.AdamWFp8", ""),
+        ("bitsandbytes.AdamW8bit", ""), ("bitsandbytes.Lion8bit", ""),
+        ("torchao._AdamW", "int8_weight_only_quantized_training"), ("torchao.AdamW8bit", "bitnet_training"),
     ],
 )  # fmt: skip
-def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str) -> None:
+def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str, weights: str) -> None:
     def life(seed: int, folder: Path, end: int) -> list[float]:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        model = _model(weights)
         losses = []
         with Checkpointer(
             model, _quantised(name, model.parameters()), folder=folder, every=3
         ) as checkpointer:
             (optimizer,) = checkpointer._trained.optimizers
+            assert ("rounds as its class decides" in why_not_replayable(optimizer)) == bool(weights)
             for step in range(checkpointer.restore(), end):
                 torch.manual_seed(1000 + step)
                 optimizer.zero_grad()

@@ -35,7 +35,7 @@ from tiercheck.trainer.deltas import clones, probe
 from tiercheck.trainer.deltas.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
 from tiercheck.trainer.deltas.gradients import Recorder
 from tiercheck.trainer.deltas.probe import Probe, ProbeRefused
-from tiercheck.trainer.state.replayable import why_not_separable
+from tiercheck.trainer.state.replayable import why_not_replayable, why_not_separable
 from tiercheck.trainer.tensors.tensor_parts import have_same_bits
 
 EVERY = 5
@@ -285,6 +285,7 @@ def test_clones_of_shards_never_begin_a_collective(name: str, looked: list[int])
     mesh = init_device_mesh("cpu", (1,))
     parameter = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]))
     optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+    assert not why_not_replayable(optimizer), "a shard is no weight of a class of its own"
     probe_, recorder = Probe(optimizer, 1 << 20), Recorder([optimizer])
     for _ in range(3):
         parameter.grad = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])

@@ -108,6 +108,20 @@ def test_restore_onto_other_weights_is_refused_by_name(tmp_path: Path, name: str
             checkpointer.restore()
 
 
+class Opaque(torch.Tensor):
+    """A class that does not list the tensors that it consists of."""
+
+
+@pytest.mark.parametrize("weight", [torch.eye(2).as_subclass(Opaque), torch.eye(2).to_sparse()])
+def test_trained_weights_that_cannot_be_stored_are_named_with_the_remedy(
+    tmp_path: Path, weight: torch.Tensor
+) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(weight)
+    with pytest.raises(NotCapturable, match=r"model/weight: .*leave_out=\['weight'\]"):
+        Checkpointer(model, torch.optim.SGD(model.parameters()), folder=tmp_path)
+
+
 @pytest.mark.parametrize("name", ["4 bits", "8 bits"])
 def test_weights_that_cannot_be_stored_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
     with pytest.raises(NotCapturable, match=r"model/base\.weight: .*leave_out=\['base\.weight'\]"):

@@ -27,7 +27,7 @@ from tiercheck.protocol.artifacts.pieces import Piece, fair_span
 from tiercheck.trainer.backends.backend import shard_of
 from tiercheck.trainer.state.aliasing import Wrapped
 from tiercheck.trainer.state.capture import Inventory
-from tiercheck.trainer.tensors.tensor_parts import Entry, local_shard, parameters_of
+from tiercheck.trainer.tensors.tensor_parts import Entry, NotCapturable, local_shard, parameters_of
 
 
 class Partitions:
@@ -172,11 +172,17 @@ class Shares:
         `named`: the parameters of each optimizer, with their names in the model."""
         return [
             [
-                None if index in self._partitions else self.replicas_of(f"model/{name}", parameter)
+                None if index in self._partitions else self._consumers(name, parameter)
                 for name, parameter in parameters
             ]
             for index, parameters in enumerate(named)
         ]
+
+    def _consumers(self, name: str, parameter: Tensor) -> Replicas | None:
+        try:
+            return self.replicas_of(f"model/{name}", parameter)
+        except NotCapturable:  # it consists of other tensors, or the inventory refuses it, by its name
+            return None
 
     def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
         found = shard_of(value, shard)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.trainer.state.readable import to_record
-from tiercheck.trainer.tensors.tensor_parts import NotCapturable, parameters_of
+from tiercheck.trainer.tensors.tensor_parts import NotCapturable, is_wrapper, parameters_of, shard_or_self
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
@@ -59,6 +59,8 @@ def why_not_replayable(optimizer: Optimizer) -> str:
         return f"{name} evaluates the model several times in one step"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable, so its step depends on the graph around it"
+    if (wrapped := next(filter(is_wrapper, parameters_of(optimizer)), None)) is not None:
+        return f"{name} trains a {type(shard_or_self(wrapped)).__name__}, which rounds as its class decides"
     return ""
 
 
