@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tiercheck.protocol.directive import DeltaMode
@@ -35,3 +36,13 @@ def delta_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     scripted = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=0, delta=DeltaMode.AUTO))
     yield scripted
     scripted.stop()
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    """A job of two ranks, of which the other one is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

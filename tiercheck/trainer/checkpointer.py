@@ -376,6 +376,7 @@ class Checkpointer:
             self._capturing.prepare(UnknownRoom.KNOWN_SOON if delta is not None else UnknownRoom.AS_BEFORE)
         snapshot = self._capturing.take(self.step_number, loss, poisoned) if due else None
         self._saved = self.step_number if snapshot is not None else self._saved
+        self._loop.refuse(self._capturing.unsaved)
         if delta is None and not due and loss is not None and not poisoned:
             self._saver.sanity.good(self.step_number)
         taken: list[Pending] = [artifact for artifact in (snapshot, delta) if artifact is not None]

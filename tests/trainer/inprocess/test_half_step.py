@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.trainer.inprocess.groups import groups
@@ -47,14 +46,6 @@ def test_pipeline_meets_the_rank_that_joins_as_at_its_first_step_and_with_no_los
     assert not stage.fwd_cache
     assert not stage.bwd_cache
     assert all(parameter.grad is None for parameter in part.parameters())
-
-
-@pytest.fixture
-def one_of_two() -> Iterator[None]:
-    """A job of two ranks, of which the other one is not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_of_two")

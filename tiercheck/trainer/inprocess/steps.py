@@ -71,6 +71,7 @@ class StepLoop:
         self._pause, self._go_on, self._enter_again, self._ended = pause, go_on, enter_again, ended
         self._made_in = _entered
         self._listener: OrderListener | None = None
+        self._unsaved = ""
         self._inside = False
         self._with_gradients = True
         """True if the step that was entered last began with gradients enabled."""
@@ -126,7 +127,6 @@ class StepLoop:
             if self._listener is not None:
                 self._look_for_refusal()
             self.enter()
-            _entered.listener = self._listener
 
     def _listen(self, run_dir: Path) -> None:
         refusal = self._refusal()
@@ -136,9 +136,20 @@ class StepLoop:
         self._listener = OrderListener(
             run_dir, self._rank, self._world_size, attempt, groups().disconnect, refusal=refusal
         )
+        if _entered is not None:
+            _entered.listener = self._listener
 
     def _refusal(self) -> str:
-        return (_entered.refusal if _entered is not None else "") or groups().refusal()
+        return (_entered.refusal if _entered is not None else "") or self._unsaved or groups().refusal()
+
+    def refuse(self, unsaved: str) -> None:
+        """Makes this process end with its attempt, because of `unsaved`, if there is any.
+
+        A process that stays would train on with it, and a replacement begins it anew: updates would differ.
+        """
+        if unsaved and not self._unsaved:
+            self._unsaved = unsaved
+            self._look_for_refusal()
 
     def _look_for_refusal(self) -> None:
         """Looks for a new refusal, after the groups were made anew."""

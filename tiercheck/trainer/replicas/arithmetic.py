@@ -211,6 +211,8 @@ class Arithmetic:
         self._saved: Mapping[str, str] = {}
         self._steps, self._failed = 0, False
         self._hook_states: dict[int, AttributeWatch | None] = {}
+        self.unsaved = ""
+        """The message about a communication hook with state that is in no version; empty: there is none."""
         self._watch: Any = None
         self._adds: Any = None
         self._kept = ""
@@ -305,11 +307,11 @@ class Arithmetic:
         self._hook_states[id(state)] = None
         stored = (part for each in self._stored for part in (each, *attributes_of_object(each).values()))
         if not any(part is state for part in stored):
-            log.warning(
-                "CommHook: the state of %s changes, and is in no version. Give `state` an object with "
-                "state_dict and load_state_dict that has it",
-                getattr(hook, "__qualname__", hook),
+            self.unsaved = (
+                f"the state of {getattr(hook, '__qualname__', hook)} changes, and is in no version. Give "
+                "`state` an object with state_dict and load_state_dict that has it"
             )
+            log.warning("CommHook: %s", self.unsaved)
 
     def _watch_gradient(self) -> Any:
         """Lets a hook of one parameter check whether the next step adds to this step's gradient."""

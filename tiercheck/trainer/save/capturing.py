@@ -50,6 +50,8 @@ class Capturing:
         """Torch's counter of changes of each parameter when the load, or the first step, had ended."""
         self._written: dict[str, int] = {}
         """The parameters that were written between the load and the first update, and how often."""
+        self.unsaved = ""
+        """The message about what decides updates, and is in no version; empty: nothing was found."""
         self.refused = ""
         """The reason why this training is not saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
@@ -110,6 +112,7 @@ class Capturing:
         """Checks for changes of the state that no version records; stops deltas, or all saving, if any."""
         if self._written and not self._counters:
             self._counters = self._count_writes()
+        self.unsaved = self.unsaved or self._trained.arithmetic.unsaved
         before = self.unseen.found
         try:
             self.unseen.look()
@@ -166,8 +169,9 @@ class Capturing:
                 f"the {found} is a plain attribute of a module, changes, and is in no version: {remedy} if "
                 "training depends on it",
             )
-        for forgotten in self.not_given.forgotten:
-            self._saver.warn(*forgotten)
+        for kind, message in self.not_given.forgotten:
+            self._saver.warn(kind, message)
+            self.unsaved = self.unsaved or message
         if name := user_state.find_aliased(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
