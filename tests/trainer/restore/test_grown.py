@@ -192,7 +192,7 @@ def test_pruning_masks_of_the_way_come_back(tmp_path: Path, caplog: pytest.LogCa
             prune.random_unstructured(model[0], "weight", amount=0.5)
 
     survives_from_a_snapshot(lambda: script(prunes), tmp_path)
-    assert "is pruned, as when it was saved" in caplog.text
+    assert "parameter (model/0.weight): pruned, as when saved" in caplog.text
 
 
 def adapts(model: nn.Sequential, optimizer: Optimizer, step: int) -> None:

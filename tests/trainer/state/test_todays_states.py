@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.trainer.deltas.replaying import (
+    WIDTH,
     Build,
     Script,
     adam,
@@ -318,6 +319,35 @@ def test_what_only_an_optimizer_has_and_what_was_frozen_or_thawed_on_the_way_com
     tmp_path: Path, build: Build
 ) -> None:
     assert_comes_back(build, tmp_path)
+
+
+def frozen_and_evaluating(*, at_the_start: bool) -> Script:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    if at_the_start:
+        model[:3].requires_grad_(False).eval()
+
+    def change(step: int) -> None:
+        if step == 5:
+            model[:3].requires_grad_(False).eval()
+
+    return seeded(model, momentum(model.parameters()), change)
+
+
+def test_modes_that_a_restore_changes_are_one_line_each_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives(lambda: frozen_and_evaluating(at_the_start=False), tmp_path, 6, 7)
+    told = [each.getMessage() for each in caplog.records if "as when saved" in each.getMessage()]
+    assert told == [
+        "6 parameters (0.weight, 0.bias, 1.weight, ...): frozen, as when saved; to change that, call "
+        "`requires_grad_` after `restore`",
+        "3 modules (0, 1, 2): evaluating, as when saved; to change that, call `train` after `restore`",
+    ]
+    caplog.clear()
+    _, checkpointer = started(lambda: frozen_and_evaluating(at_the_start=True), folder=tmp_path)
+    with checkpointer:
+        assert checkpointer.restore() == 6
+    assert "as when saved" not in caplog.text
 
 
 @pytest.mark.parametrize("build", [with_masters, with_frozen, with_thawed])

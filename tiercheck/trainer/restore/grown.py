@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.capture import BESIDE, named_parameters_of, names_by_group
+from tiercheck.trainer.state.frozen import count_names
 
-_MASK, _MASKED = "_mask", "_orig"
+MASK, MASKED = "_mask", "_orig"
 """The suffixes that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
 _CALLS = {
     ".parametrizations.": "the script must call torch.nn.utils.parametrize.register_parametrization",
@@ -35,24 +36,26 @@ def add_tensors(
         for begin, each in (("model/", model), *((f"{BESIDE}{key}/", each) for key, each in beside.items()))
         for name, module in each.named_modules()
     }
+    pruned: list[str] = []
     for name in sorted(stored):
         path = name[: max(name.rfind("."), name.rfind("/")) + 1]
         key, owner = name.removeprefix(path), owners.get(path)
         if owner is None:
             continue
-        masked = key.removesuffix(_MASK)
-        if owner._parameters.get(masked) is not None and f"{path}{masked}{_MASKED}" in stored:
+        masked = key.removesuffix(MASK)
+        if owner._parameters.get(masked) is not None and f"{path}{masked}{MASKED}" in stored:
             from torch.nn.utils import prune
 
             prune.identity(owner, masked)  # type: ignore[no-untyped-call]
-            log.warning(
-                "%s%s is pruned, as when it was saved: a script that prunes it once more at this step prunes "
-                "further; ask torch.nn.utils.prune.is_pruned before",
-                path,
-                masked,
-            )
+            pruned.append(f"{path}{masked}")
         elif owner._buffers.get(key, owner) is None or (name in grown and not hasattr(owner, key)):
             owner.register_buffer(key, torch.empty_like(stored[name], device=device))
+    if pruned:
+        log.warning(
+            "%s: pruned, as when saved; a script that prunes once more at this step prunes further: ask "
+            "torch.nn.utils.prune.is_pruned before",
+            count_names("parameter", pruned),
+        )
 
 
 def describe_difference(stored: Collection[str], here: Collection[str]) -> str:

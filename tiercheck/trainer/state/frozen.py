@@ -25,6 +25,8 @@ from tiercheck.trainer.tensors.tensor_parts import (
     shard_or_self,
 )
 
+_NAMED = 3
+"""The most names in a message."""
 _trained, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -79,11 +81,17 @@ def freeze_as_saved(
 
     `was_frozen`: None where that is not known, as for what was imported.
     """
+    changed: dict[str, list[str]] = {}
     for name, parameter in (*model.named_parameters(), *loose):
         frozen = was_frozen(name)
         if parameter.requires_grad is frozen:
             parameter.requires_grad_(not frozen)
-            log.warning("%s is %s, as when it was saved", name, "frozen" if frozen else "trained")
+            changed.setdefault("frozen" if frozen else "trained", []).append(name)
+    for mode, names in changed.items():
+        log.warning(
+            "%s: %s, as when saved; to change that, call `requires_grad_` after `restore`",
+            *(count_names("parameter", names), mode),
+        )
 
 
 def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
@@ -91,15 +99,23 @@ def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
     names: Collection[str] | None = facts.get("evaluating")
     if names is None:
         return
-    found = {*names}
+    found, changed = {*names}, dict[bool, list[str]]()
     for name, module in model.named_modules():
         if module.training is (name in found):
             module.training = not module.training  # not by `train`, which would change its children too
-            log.warning(
-                "%s %s, as when it was saved",
-                name or "the model",
-                "trains" if module.training else "evaluates",
-            )
+            changed.setdefault(module.training, []).append(name or "the model")
+    for training, names in changed.items():
+        log.warning(
+            "%s: %s, as when saved; to change that, call `%s` after `restore`",
+            count_names("module", names),
+            *(("training", "eval") if training else ("evaluating", "train")),
+        )
+
+
+def count_names(kind: str, names: Sequence[str]) -> str:
+    """Returns how many of a kind there are, and the first names: "12 modules (0, 1, 2, ...)"."""
+    more = ", ..." if names[_NAMED:] else ""
+    return f"{len(names)} {kind}{'s' if names[1:] else ''} ({', '.join(names[:_NAMED])}{more})"
 
 
 _omitted: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
