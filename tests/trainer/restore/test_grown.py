@@ -195,6 +195,32 @@ def test_pruning_masks_of_the_way_come_back(tmp_path: Path, caplog: pytest.LogCa
     assert "parameter (model/0.weight): pruned, as when saved" in caplog.text
 
 
+def prunes_further(model: nn.Sequential, optimizer: Optimizer, step: int) -> None:
+    """Torch decides by the weight of the last forward, before the last update, and not by the parameter."""
+    if step in (3, 5, 9):
+        for each in model:
+            prune.l1_unstructured(each, "weight", amount=0.2)
+    model(torch.ones(1, WIDTH))  # twice in a step: the weight of the second forward lies where it lay before
+
+
+def larger() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2000), nn.Linear(2000, WIDTH))
+
+
+@pytest.mark.parametrize("make", [larger, lambda: nn.Sequential(*layers())], ids=["larger", "smaller"])
+def test_weight_that_is_pruned_further_before_its_first_forward_loses_the_same(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    survives_from_a_snapshot(lambda: script(prunes_further, make), tmp_path)
+
+
+@pytest.mark.parametrize("make", [larger, lambda: nn.Sequential(*layers())], ids=["larger", "smaller"])
+def test_weight_that_is_pruned_further_after_deltas_loses_the_same(
+    make: Callable[[], nn.Module], delta_sidecar: ScriptedSidecar
+) -> None:
+    assert outcome(delta_sidecar, lambda: script(prunes_further, make)) == EQUAL
+
+
 def adapts(model: nn.Sequential, optimizer: Optimizer, step: int) -> None:
     model[1].register_parameter("lora_a", nn.Parameter(torch.ones(WIDTH)))
 

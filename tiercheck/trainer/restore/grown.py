@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.capture import BESIDE, named_parameters_of, names_by_group
 from tiercheck.trainer.state.frozen import count_names
+from tiercheck.trainer.tensors.buffers import MASK, MASKED
 
-MASK, MASKED = "_mask", "_orig"
-"""The suffixes that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
 _CALLS = {
     ".parametrizations.": "the script must call torch.nn.utils.parametrize.register_parametrization",
     "lora_": "the script must add the adapter",

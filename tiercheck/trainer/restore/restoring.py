@@ -261,6 +261,7 @@ class Restoring:
         except (KeyError, NotCapturable):
             return  # the load will raise for what is wrong with it
         add_tensors(self._trained.model, self._trained.beside, slot.tensors(), grown)
+        self._trained.inventories.passing.begin()  # a weight may be pruned now
 
     def _is_kept_here(self, slot: SlotReader) -> bool:
         """Returns whether the slot's optimizers had these parameters: under ZeRO each rank has its own."""

@@ -24,6 +24,9 @@ ALWAYS = 64 * 1024
 _NOTHING = 0, 0
 NON_PERSISTENT_PREFIX = "buffers/"
 """The prefix of the names of buffers that are not persistent."""
+MASK, MASKED = "_mask", "_orig"
+"""The suffixes that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
+_Place = tuple[str, dict[str, Any], str]
 
 
 class _TrackedBuffers:
@@ -60,10 +63,10 @@ class _TrackedBuffers:
         self._marks, self._touched = marks, list(map(or_, self._touched, changed))
         return changed
 
-    def _read(self) -> list[tuple[int, int]]:
+    def _read(self) -> list[Any]:
         return [_mark(owner.get(key)) for _, owner, key in self._places]
 
-    def _list_places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
+    def _list_places(self) -> list[_Place]:
         """Returns name, owner and key of each buffer."""
         return [
             (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
@@ -73,7 +76,7 @@ class _TrackedBuffers:
             if (key not in module._non_persistent_buffers_set) is self._persistent
         ]
 
-    def _place_of(self, name: str) -> tuple[dict[str, Tensor | None], str]:
+    def _place_of(self, name: str) -> tuple[dict[str, Any], str]:
         """Returns the dict and key that hold the buffer of that name; empty: none does."""
         return next(((owner, key) for known, owner, key in self._places if known == name), ({}, ""))
 
@@ -173,6 +176,21 @@ class NonPersistentBuffers(_TrackedBuffers):
         super().__init__(modules, persistent=False)
         self._warned = False
 
+    def _list_places(self) -> list[_Place]:
+        """Returns pruned weights, too: of them torch computes what it prunes next."""
+        pruned: list[_Place] = [
+            (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", vars(module), key)
+            for before, model in self._modules.items()
+            for prefix, module in model.named_modules()
+            for key in (name.removesuffix(MASK) for name in module._buffers if name.endswith(MASK))
+            if f"{key}{MASKED}" in module._parameters and key in vars(module)
+        ]
+        return super()._list_places() + pruned
+
+    def _read(self) -> list[Any]:
+        # A pruned weight may be computed several times in a step, and then at the address of the last one.
+        return [object() if _is_pruned(owner) else _mark(owner.get(key)) for _, owner, key in self._places]
+
     def looked_for(self) -> list[tuple[str, Tensor]]:
         """Returns what `written` does, with those that a module made later, as in its first forward."""
         self._look()
@@ -181,7 +199,8 @@ class NonPersistentBuffers(_TrackedBuffers):
         }
         self._places = self._list_places()
         self._touched = [
-            known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places
+            known.get((id(owner), key), _is_pruned(owner) or _is_small(owner.get(key)))
+            for _, owner, key in self._places
         ]
         self._marks = self._read()
         return self._listed(self._touched)
@@ -206,7 +225,7 @@ class NonPersistentBuffers(_TrackedBuffers):
                 or buffer.is_meta
             ):
                 continue
-            if _is_small(buffer):
+            if _is_small(buffer) or _is_pruned(owner):
                 found.append((name, local_shard(buffer)))
             elif not self._warned:
                 self._warned = True
@@ -261,6 +280,11 @@ def take_memory(buffer: Tensor, fresh: Tensor) -> None:
 
 def _is_small(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
+
+
+def _is_pruned(owner: Mapping[str, Any]) -> bool:
+    """Returns whether the owner of a tensor is a module, as that of a pruned weight is, not its buffers."""
+    return "_buffers" in owner
 
 
 def _copy_beside(value: Tensor, *modules: nn.Module) -> Tensor:
