@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
 from tests.trainer.inprocess.renewing_script import TIMES
 from tiercheck.protocol.names import ENV_ATTEMPT, ENV_JOINS, ENV_RUN_DIR
+from tiercheck.trainer.inprocess.groups import ReconnectableGroups, _Made
 from tiercheck_local.markers import free_ports
 
 SCRIPT = Path(__file__).with_name("alone_script.py")
@@ -27,6 +31,24 @@ def test_model_is_built_alone_but_no_value_of_another_rank_is_made_up(tmp_path: 
     called = [re.sub(r":\d+$", "", line.rpartition(" in ")[2]) for line in said[1:]]
     names = ("broadcast", "broadcast_object_list", "all_gather_object")
     assert called == [f"{name} at alone_script.py" for name in names]
+
+
+def test_process_that_cannot_stay_says_what_the_script_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ReconnectableGroups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert re.search("was made before `import tiercheck`.*: make it by new_group in", found.refusal())
+        found._made.append(_Made({}, "gloo", dist.group.WORLD))
+        found.exchanged = "broadcast at script.py:1"
+        assert found.refusal().endswith("before restore(), in broadcast at script.py:1: do it afterwards")
+        found.exchanged = ""
+        with monkeypatch.context() as started:
+            started.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            assert found.refusal().endswith(": it does with --nproc-per-node and -m alone")
+        assert not found.refusal()
+    finally:
+        dist.destroy_process_group()
+    assert found.refusal() == "the process group was destroyed: destroy it after the last step only"
 
 
 def test_old_connections_go_with_their_threads_however_often_there_are_new_ones(

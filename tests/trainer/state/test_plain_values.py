@@ -11,6 +11,8 @@ import datetime
 import enum
 import fractions
 import importlib
+import itertools
+import random
 import sys
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -159,10 +161,24 @@ class Reduced:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Reduced(1), "Reduced has code of its own"),
+        (Reduced(1), "Reduced has code of its own.*: keep its values"),
         (make_dataclass("Inside", ["a"])(1), "has no class Inside"),
         (defaultdict(lambda: 1), "default_factory"),
-        (Handled(), r"Handled could not be read back"),
+        (Handled(), r"Handled could not be read back: keep its values there, or give `state` an object with"),
+        (
+            {"draws": random.Random(1)},
+            "/draws.*Random could not be read back: give it to `state` itself, under",
+        ),
+        ({"draws": torch.Generator()}, "/draws.*Generator could not be read back: give it to `state` itself"),
+        (
+            {"draws": numpy.random.default_rng()},
+            "/draws.*Generator could not be read back: give it to `state`",
+        ),
+        ([numpy.random.PCG64()], "PCG64 could not be read back: give it to `state` itself, under a name"),
+        ([nn.Linear(1, 1)], "Linear could not be read back: give it to `state` itself, under a name"),
+        ((each for each in "ab"), "generator could not be read back: keep its position there, and begin it"),
+        ([itertools.cycle("ab")], "cycle could not be read back: keep its position there, and begin it anew"),
+        ([str.upper], "method_descriptor could not be read back: keep its name there"),
         ({nn.Parameter(torch.full((500,), 0.123)): 1}, r"<Parameter of shape \(500,\)> is a key"),
         ({Phase.DECAY, torch.full((3,), 0.123)}, r"<Tensor of shape \(3,\)> is a key"),
         ({Phase.DECAY: 1, torch.full((3,), 0.123): 2}, r"<Tensor of shape \(3,\)> is a key"),
@@ -172,6 +188,14 @@ class Reduced:
         "local class",
         "factory",
         "destructor",
+        "random.Random",
+        "torch.Generator",
+        "numpy's generator",
+        "numpy's bits",
+        "module",
+        "Python's generator",
+        "iterator",
+        "function",
         "parameter as a key",
         "set of tensors",
         "tensor as a key",

@@ -398,6 +398,13 @@ def test_script_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> N
     survives_from_a_snapshot(EQUAL_ONES[name], tmp_path)
 
 
+def test_values_that_stay_for_what_is_beside_them_are_in_the_log_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survives_from_a_snapshot(with_a_cache(Cached), tmp_path)
+    assert "in no version: set these values after `restore`, or register that as a buffer" in caplog.text
+
+
 def test_generator_goes_back_to_what_it_had_spawned() -> None:
     """In a process that stays, and with a seed of the operating system's."""
     numbers = numpy.random.default_rng()

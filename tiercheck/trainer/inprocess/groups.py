@@ -119,18 +119,20 @@ class ReconnectableGroups:
     def refusal(self) -> str:
         """Returns why connections cannot be made anew; empty if they can."""
         if not dist.is_initialized():
-            return "the process group was destroyed" if self._made else ""
+            ended = "the process group was destroyed: destroy it after the last step only"
+            return ended if self._made else ""
         ours = {id(made.group) for made in self._made}
         if others := [name for group, name in c10d._world.pg_names.items() if id(group) not in ours]:
             when = "before `import tiercheck`, after restore(), or by split_group"
-            return f"process group {others[0]!r} was made {when}"
+            return f"process group {others[0]!r} was made {when}: make it by new_group in between"
         kinds = {type(each).__name__ for made in self._made if made.group for each in _backends(made.group)}
         if kinds - {"ProcessGroupGloo", "FakeProcessGroup"}:  # one that was alone keeps that of other devices
             return f"connections of {', '.join(sorted(kinds))} cannot be made anew yet, only those of gloo"
         if self.exchanged:
-            return f"the script exchanges values before restore(), in {self.exchanged}"
+            return f"the script exchanges values before restore(), in {self.exchanged}: do it afterwards"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return "torchrun has options with which TierCheck does not start the ranks itself"
+            why = "torchrun has options with which TierCheck does not start the ranks itself"
+            return f"{why}: it does with --nproc-per-node and -m alone"
         return "" if _release() else "this torch cannot give a process group another backend"
 
     def disconnect(self) -> None:

@@ -148,7 +148,8 @@ class PlainAttributes:
             before, name = next(iter(unfit.items()))
             log.warning(
                 "Attribute: the plain values of %d modules, %r first, stay as the script made them: beside "
-                "them is %s, which is in no version",
+                "them is %s, which is in no version: set these values after `restore`, or register that as a "
+                "buffer",
                 *(len(unfit), before.rstrip("."), name),
             )
 

@@ -98,6 +98,8 @@ _FILLED: dict[type, Callable[[Any, list[Any]], object]] = {
 _HASHED = {dict, OrderedDict, Counter, defaultdict, set, frozenset}
 """The types that must not have tensors as keys or members."""
 _NAMED = {kind.__name__: kind for kind in (*_CONSTANTS, *_FILLED)}
+_GENERATORS = {"getstate", "get_state", "bit_generator", "seed_seq"}
+"""The names by which generators of random numbers are known: of Python, torch and numpy."""
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, *_FILLED)}
 
 
@@ -135,7 +137,9 @@ def object_to_record(value: Any) -> Apart:
     """Takes apart an object that has plain attributes and nothing else. Raises NotCapturable."""
     kind: Any = type(value)
     if not is_record(kind):
-        raise NotCapturable(f"{kind.__name__} has code of its own for being made, copied or deleted")
+        raise NotCapturable(
+            f"{kind.__name__} has code of its own for being made, copied or deleted: keep its values"
+        )
     record = {MARK: "object", "class": class_path(kind), "fields": _fields(kind)}
     return record, _flat(attributes_of_object(value))
 
@@ -339,11 +343,22 @@ def check_readable(value: Any, name: str, within: frozenset[int] = frozenset()) 
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle can raise anything
         raise NotCapturable(
-            f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back"
-            f"{': keep its name there, by which the script finds it' if callable(value) else ''}"
+            f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back: {_remedy(value)}"
         ) from error
     if isinstance(value, torch.Tensor) or not (hasattr(value, "__iter__") or hasattr(value, "__dict__")):
         _seen.add(kind)
+
+
+def _remedy(value: Any) -> str:
+    """Returns what a script can keep in place of a value that could not be read back."""
+    kind = type(value)
+    if hasattr(kind, "state_dict") or _GENERATORS.intersection(dir(kind)):
+        return "give it to `state` itself, under a name of its own"
+    if callable(value):
+        return "keep its name there, by which the script finds it"
+    if hasattr(kind, "__next__"):
+        return "keep its position there, and begin it anew after `restore`"
+    return "keep its values there, or give `state` an object with state_dict and load_state_dict"
 
 
 def is_readable(value: Any) -> bool:
