@@ -251,9 +251,9 @@ def test_checkpointer_without_a_step_leaves_no_trace_in_the_journal(tmp_path: Pa
     assert Journal(left / "journal-0", 0, 1).read(KILLED) is None
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("ahead", "of_an_epoch"), [(False, 0), (True, 0), (False, 5)])
 def test_batch_fetched_ahead_is_told_though_no_step_is_trained_again(
-    ahead: bool, tmp_path: Path, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+    ahead: bool, of_an_epoch: int, tmp_path: Path, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The life before ended right after its last version, so that no loss is there to compare with."""
     data = torch.randn(100, 8)
@@ -265,7 +265,9 @@ def test_batch_fetched_ahead_is_told_though_no_step_is_trained_again(
         with Checkpointer(model, optimizer, folder=tmp_path, every=5) as checkpointer:
             done = checkpointer.restore()
             batch = data[torch.randint(100, (16,))] if ahead else data
-            for _ in range(done, last):
+            for step in range(done, last):
+                if of_an_epoch and step % of_an_epoch == 0:  # earlier epochs began with that order, too
+                    torch.randperm(100)
                 now, batch = batch, data[torch.randint(100, (16,))]
                 loss = model(now if ahead else batch).square().mean()
                 optimizer.zero_grad()

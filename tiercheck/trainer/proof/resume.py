@@ -9,11 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.proof.fingerprints import WORDS, Fingerprints, Journal, StepRecord
+from tiercheck.trainer.proof.fingerprints import CAPACITY, WORDS, Fingerprints, Journal, StepRecord
 
 PAGE = "docs/use/resume-proof.md"
 _AROUND = 3
@@ -197,7 +197,7 @@ class Resume:
         then = self._before.pop(now.step, None) if self._before else None
         if then is None:
             if len(self._drawn) >= _AROUND:
-                self._compare_draws(now)
+                self._compare_draws(journal, now)
             return
         if first := first_difference(then, now):
             self._before.clear()
@@ -216,22 +216,34 @@ class Resume:
             journal.change_header(differed=0)
             self._report(self._proven())
 
-    def _compare_draws(self, now: StepRecord) -> None:
+    def _compare_draws(self, journal: Journal, now: StepRecord) -> None:
         """Reports a first step that drew another number of random numbers than the steps around it.
 
-        If no step is trained again, this is the only trace of a batch that was fetched ahead."""
+        If no step is trained again, this is the only trace of a batch that was fetched ahead. But a step
+        before may have drawn as many: the first of an epoch draws the order of its batches."""
         self._drawn.append(now.drawn)
         if len(self._drawn) < 2 * _AROUND:
             return
         drawn, self._drawn = self._drawn, []
         draws = [count_draws(*pair) for pair in pairwise(drawn)]
         first = draws.pop(_AROUND - 1)
-        if any(draws[0]) and draws.count(draws[0]) == len(draws) and first != draws[0]:
+        if (
+            any(draws[0])
+            and draws.count(draws[0]) == len(draws)
+            and first != draws[0]
+            and first not in self._draws_before(journal)
+        ):
             message = (
                 f"no step was trained again, but step {self._step + 1} drew another number of random numbers "
                 "than the steps before and after it; was a batch fetched ahead, or drawn after restore?"
             )
             self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=message, warn=True))
+
+    def _draws_before(self, journal: Journal) -> set[tuple[int, int]]:
+        """Returns the draws of each step before the restored one that the journal has."""
+        newest_first = map(journal.read, range(self._step, max(0, self._step - CAPACITY), -1))
+        drawn = [record.drawn for record in takewhile(bool, newest_first) if record is not None]
+        return {count_draws(before, after) for after, before in pairwise(drawn)}
 
     def _proven(self) -> Verdict:
         return Verdict(Exact.PROVEN, self._step, self._equal)
