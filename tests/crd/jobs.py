@@ -200,6 +200,7 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     (_REMOTE, {"s3": _S3, "directory": _DIRECTORY}, "needs either s3 or directory, and not both"),
     (_REMOTE, {"s3": {}}, "bucket"),
     (_REMOTE, {"s3": {"bucket": "s3://checkpoints/a"}}, "without s3:// and without a path"),
+    (_REMOTE, {"s3": {"bucket": "b--use1-az4--x-s3"}}, "give a general purpose bucket"),
     (_REMOTE, {"s3": {**_S3, "endpoint": "minio:9000"}}, "endpoint must be a URL"),
     (_REMOTE, {"s3": {**_S3, "prefix": "/a"}}, "prefix must not begin or end with"),
     (_REMOTE, {"s3": {**_S3, "credentialsSecretName": "A_B"}}, "must be the name of a Secret"),
@@ -301,6 +302,7 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.tiers.peer", {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"}),
     ("spec.tiers.peer", {"encryption": "Required"}),
     (_REMOTE, {"s3": _S3, "everySteps": 75}),
+    (_REMOTE, {"s3": {"bucket": "b--x-s3", "endpoint": "https://minio.storage.svc:9000"}}),
     (_REMOTE, {"s3": _S3, "keepFor": "7d12h"}),
     (
         "spec.tiers.remote.s3",

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 from collections.abc import MutableMapping
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -48,6 +49,8 @@ class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
 
 ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 """Storage classes with objects that cannot be read before they are restored from the archive."""
+_SPECIAL_BUCKET = re.compile(r"--(x|xa|op|ol|table)-s3$|\.mrap$")
+"""Names that AWS reserves for what needs other signatures, or lacks operations of a bucket."""
 S3_FIELDS = S3Settings.__struct_encode_fields__
 """The fields of `spec.tiers.remote.s3`, except those that only a pod can be given: Secret, ConfigMap."""
 
@@ -104,6 +107,12 @@ def authority_file(remote_json: str) -> Path | None:
 def _check_s3(settings: S3Settings) -> None:
     if not settings.bucket or "/" in settings.bucket:
         raise RemoteConfigError(f"tiers.remote.s3.bucket is the bucket's bare name, not {settings.bucket!r}.")
+    if not settings.endpoint and _SPECIAL_BUCKET.search(settings.bucket):
+        raise RemoteConfigError(
+            f"tiers.remote.s3.bucket is {settings.bucket!r}. By AWS's rules for names that is a directory "
+            "bucket (S3 Express One Zone), a table bucket or a special access point, which is not served; "
+            "give a general purpose bucket."
+        )
     _check_folders("tiers.remote.s3.prefix", settings.prefix)
     if settings.storage_class in ARCHIVES:
         raise RemoteConfigError(

@@ -42,6 +42,14 @@ from tiercheck_sidecar.remote.s3 import s3
 
 
 S3 = {"bucket": "b", "prefix": "p", "region": "eu-west-1", "endpoint": "https://127.0.0.1:9000"}
+SPECIAL_BUCKETS = (
+    "b--use1-az4--x-s3",
+    "a--use1-az4--xa-s3",
+    "m1.mrap",
+    "o--ol-s3",
+    "o--op-s3",
+    "t--table-s3",
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +61,7 @@ S3 = {"bucket": "b", "prefix": "p", "region": "eu-west-1", "endpoint": "https://
         ({"s3": {"prefix": "p"}}, "bucket"),
         ({"s3": {**S3, "bucket": ""}}, "bare name"),
         ({"s3": {**S3, "bucket": "s3://b"}}, "bare name"),
+        *(({"s3": {"bucket": name}}, "general purpose") for name in SPECIAL_BUCKETS),
         ({"s3": {**S3, "endpoint": "127.0.0.1:9000"}}, "http:// or https://"),
         ({"s3": {**S3, "prefix": "a/../b"}}, '".."'),
         ({"s3": {**S3, "prefix": "a\nb"}}, "control characters"),
@@ -69,6 +78,11 @@ def test_unusable_settings_are_refused_with_a_sentence(settings: object, sentenc
     text = settings if isinstance(settings, str) else json.dumps(settings)
     with pytest.raises(RemoteConfigError, match=sentence):
         open_store(text, "research/gpt")
+
+
+def test_names_that_only_aws_reserves_are_taken_at_another_endpoint_and_aliases_everywhere() -> None:
+    for usable in ({**S3, "bucket": SPECIAL_BUCKETS[0]}, {"bucket": "access-point-0f9a-s3alias"}):
+        open_store(json.dumps({"s3": usable}), "research/gpt").close()
 
 
 @pytest.mark.parametrize("job", ["gpt", "/gpt", "research/", "a/b/c", ""])
