@@ -30,7 +30,12 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement import placing
 from tiercheck_operator.controller.placement.replanning import replan
 from tiercheck_operator.controller.status.saving import notices
-from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
+from tiercheck_operator.controller.status.status import (
+    add_final_words,
+    derive_status,
+    with_deletion,
+    with_refusal,
+)
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.template import refuse_pods
 from tiercheck_operator.model import conditions
@@ -98,8 +103,12 @@ def decide(obs: Observation) -> Decision:
 
 def skip_unmanaged_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Ends with no action for a job that is being deleted or is managed by another controller."""
-    ours = situation.job.spec.managed_by == names.CONTROLLER
-    return draft if ours and not situation.job.deleting else Decision()
+    if situation.job.spec.managed_by != names.CONTROLLER:
+        return Decision()
+    if not situation.job.deleting:
+        return draft
+    status = with_deletion(situation, draft.status)
+    return Decision(status=status, notices=notices(draft.status, status))
 
 
 def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:

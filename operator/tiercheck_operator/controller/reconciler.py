@@ -328,6 +328,8 @@ class JobLoop:
 
     def _is_done(self, job: JobView) -> bool:
         """Returns whether the job needs nothing any more: finished and queued jobs may exist in hundreds."""
+        if job.deleting:
+            return True
         suspended = job.status.condition(conditions.SUSPENDED)
         queued = job.spec.suspend and suspended is not None and suspended.status is True
         if queued and suspended is not None and suspended.observed_generation == job.generation:
@@ -468,7 +470,7 @@ def _holdings_matter(status: JobRecord, placement: SavedPlacement | None) -> boo
 
 def _is_managed(job: JobView) -> bool:
     """Returns whether this operator has anything to do for the job."""
-    return not job.deleting and job.spec.managed_by == names.CONTROLLER
+    return job.spec.managed_by == names.CONTROLLER
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,7 @@ BAD_REPORT = "BadReport"
 SOURCE_STALLED = "SourceStalled"
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 REMOTE_OWNED = "RemoteOwned"
+TERMINATING = "Terminating"
 
 # RemoteSafe
 REMOTE_NOT_SAFE = "RemoteNotSafe"

@@ -73,6 +73,7 @@ class JobView:
     generation: Annotated[int, At("metadata.generation")] = 0
     resource_version: Annotated[str, At("metadata.resourceVersion")] = ""
     deleting: Annotated[bool, At("metadata.deletionTimestamp")] = False
+    finalizers: Annotated[tuple[str, ...], At("metadata.finalizers")] = ()
     queue_labels: Annotated[Mapping[str, str], At("metadata.labels"), As(queue_entries)] = field(
         default_factory=dict
     )

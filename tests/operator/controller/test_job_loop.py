@@ -127,6 +127,19 @@ async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str
     assert bool(kube.calls) is asks
 
 
+async def test_job_held_by_a_finalizer_costs_one_status_that_names_it() -> None:
+    raw = new_job() | {"status": {"phase": "Running"}}
+    raw["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["audit.example/hold"]}
+    kube = StandIn(raw)
+    loop = JobLoop(copy.deepcopy(raw), surroundings(kube))
+    for _ in range(3):
+        await loop._reconcile()
+    assert [call.method for call in kube.calls] == ["PATCH"]
+    status = kube.job["status"]
+    assert (status["phase"], status["reason"]) == ("Terminating", "Terminating")
+    assert "audit.example/hold" in json.dumps(status["conditions"])
+
+
 @pytest.mark.parametrize(("others", "seconds"), [(0, 1.0), (49, 1.0), (499, 10.0)])
 async def test_the_more_jobs_train_the_less_often_progress_is_written(others: int, seconds: float) -> None:
     """So that all of them together write it fifty times a second at most."""

@@ -142,7 +142,7 @@ def _sentence(attempt: int, worker: int, proof: ResumeProof) -> str:
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
 _OF_WHAT_IS_MADE = (conditions.PLACED, conditions.SPARES_READY)
-_PASSING = {conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_FIRST_VERSION}
+_PASSING = {conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_FIRST_VERSION, conditions.TERMINATING}
 """The reasons that every job goes through, which get no Event."""
 
 

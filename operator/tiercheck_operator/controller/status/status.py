@@ -19,7 +19,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import Budget, describe_now, wanted_budget
 from tiercheck_operator.controller.status import saving
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.conditions import Cause, Finding
+from tiercheck_operator.model.conditions import Cause, Finding, listed
 from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import (
     Condition,
@@ -144,6 +144,22 @@ def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecor
     }
     record = _with_conditions(obs, record, {**waiting, conditions.PLACED: (False, found)})
     return replace(record, phase="Pending" if record.phase in ("", "Starting") else record.phase)
+
+
+_KUBERNETES_FINALIZERS = ("foregroundDeletion", "orphan")
+"""The finalizers that Kubernetes removes by itself, the first one after the pods."""
+
+
+def with_deletion(obs: Observation, record: JobRecord) -> JobRecord:
+    """Returns `record` with the reason why a job that is being deleted is still there."""
+    foreign = [name for name in obs.job.finalizers if name not in _KUBERNETES_FINALIZERS]
+    kept = "it goes once its pods have ended"
+    if foreign:
+        kept = (
+            f"it stays until its finalizers are removed, so look for their controller: {listed(foreign, 5)}"
+        )
+    found = Finding(conditions.TERMINATING, f"the job is being deleted, and no failure is mended: {kept}")
+    return replace(_with_conditions(obs, record, {conditions.PROTECTED: (False, found)}), phase="Terminating")
 
 
 def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, now: float) -> dict[str, Any]:

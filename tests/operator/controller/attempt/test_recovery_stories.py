@@ -347,6 +347,27 @@ def test_deleted_job_is_left_to_its_owner_references(world: World) -> None:
     assert len(world.created) == created
 
 
+@pytest.mark.parametrize(
+    ("finalizers", "why"),
+    [
+        (
+            ("audit.example/hold", "foregroundDeletion"),
+            "stays until its finalizers are removed, so look for their controller: audit.example/hold",
+        ),
+        (("foregroundDeletion",), "goes once its pods have ended"),
+    ],
+)
+def test_job_that_a_finalizer_holds_is_terminating_and_says_what_holds_it(
+    world: World, finalizers: tuple[str, ...], why: str
+) -> None:
+    world.job = replace(world.job, deleting=True, finalizers=finalizers)
+    world.train(3)
+    assert world.status.phase == "Terminating"
+    (protected,) = (each for each in world.status.conditions if each.type == "Protected")
+    assert (protected.status, protected.reason) == (False, "Terminating")
+    assert why in protected.message
+
+
 def test_release_is_held_back_until_the_last_rank_is_ready(world: World) -> None:
     world._gone(world.member(1))
     attempts = set(world.starts)
