@@ -40,11 +40,18 @@ _VALUE = (
     r"|(?!\{)(?P<word>(?:[^\s\"'`,;&<>\\]|,(?!\s|\Z)|\\(?!\\{0,8}[\"'`]))++))"
 )
 _BLANKS = r"[ \t]{0,4}"
+_REFUSAL = (
+    rf"(?!(?:{_QUOTE})?(?:(?:forbidden|internal error|not found|too (?:long|many|few)"
+    r"|validation (?:error|failure)):|unauthorized\b|serviceaccounts? \"|(?-i:Get|Post|Put) \"http))"
+)
+"""Excludes what Kubernetes, Kyverno and Go say of a field or request after its name, in place of a value."""
 _NAMED = re.compile(
-    rf"(?i)(?P<before>(?:{_NAMES}|(?<=[?&])(?:sig|key|code)|(?<=login\()key|(?<=[\"'])auth(?={_QUOTE})|_auth(?==))"
+    rf"(?i)(?P<before>(?:(?<!non-existent ){_NAMES}"
+    rf"|(?<=[?&])(?:sig|key|code)|(?<=login\()key|(?<=[\"'])auth(?={_QUOTE})|_auth(?==))"
     rf"(?:{_QUOTE})?(?:\]?{_BLANKS}(?:={{1,2}}|=>|:=|->){_BLANKS}"  # name = value  environ["name"] = value
     rf"|:(?!:){_BLANKS}|{_BLANKS}:{_BLANKS}(?=\\{{0,8}}[\"'])"  # name: value  "name" : "value"
     rf"|,?\s{{1,40}}(?:{_QUOTE})?value(?:{_QUOTE})?{_BLANKS}[:=]{_BLANKS}|>))"  # {name: x, value: y}  <name>x
+    + _REFUSAL
     + _VALUE
 )
 _OPTION = re.compile(
@@ -56,7 +63,7 @@ _PROSE = "(?:is|was|has|not|and|or|must|needs|required|invalid|missing|expired|u
 """Words that appear after a name in a sentence, in place of a value."""
 _LINE_OF_YAML = re.compile(
     rf"(?im)^(?P<before>[ \t]*+(?:-[ \t]+)?(?:{_QUOTE})?[\w.-]*?{_NAMES}(?:{_QUOTE})?:[ \t]+)"
-    rf"(?![\"'\[{{]|{_PROSE}\s)(?P<word>[^\n]+)"
+    rf"{_REFUSAL}(?![\"'\[{{]|{_PROSE}\s)(?P<word>[^\n]+)"
 )
 """Matches a line of YAML. Its value may contain blanks."""
 _HEADER = re.compile(
@@ -88,7 +95,7 @@ _HARMLESS = re.compile(
     rf"(?i)(?:{GONE}|null|none|nil|true|false|unset|empty|\*+|</?\w*>?|{_PROSE}"
     r"|\$[({]{0,2}(?-i:[A-Z][A-Z0-9_]*)[)}]{0,2})?[\[(]?[\])},.:]*\Z"
 )
-_OF_TOKEN = re.compile(r"(?i)token(?:[-_]?id)?[^a-z]*+\Z")
+_OF_COUNT = re.compile(r"(?i)(?:token(?:[-_]?id)?|secrets)[^a-z]*+\Z")
 _NUMBER = re.compile(r"(?i)[-+~]?\d[\d.,_]*(?:e[-+]?\d+)?[\])},]*\Z")
 _OF_PWD = re.compile(r"(?i)pwd[^a-z]*+\Z")
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*+[ -/]*+[@-~]?)?")
@@ -182,7 +189,7 @@ def _without_value(found: re.Match[str]) -> str:
     groups = found.groupdict()
     mark, before = groups.get("mark") or "", found["before"]
     value = groups.get("quoted") or groups.get("list") or groups.get("word") or ""
-    if _HARMLESS.match(value) or (_OF_TOKEN.search(before) and _NUMBER.match(value)):
+    if _HARMLESS.match(value) or (_OF_COUNT.search(before) and _NUMBER.match(value)):
         return found[0]
     if _OF_PWD.search(before) and value.startswith("/"):
         return found[0]  # the working directory
