@@ -9,6 +9,7 @@ added to them, in whole cores if they are in whole cores.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,6 +27,7 @@ _CPU_WITH_LIMIT = 500
 _INIT = {"requests": {"cpu": "150m", "memory": "256Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
 """Resources of the containers that run for a second before the sidecar, so that limits cost nothing.
 Their requests are what any sidecar asks for, so they cost nothing either; a LimitRange may have a minimum."""
+_STORAGE = "ephemeral-storage"
 
 Resources = dict[str, dict[str, str]]
 
@@ -46,12 +48,21 @@ def compute_resources(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
     if whole.get("requests") or whole.get("limits"):
         sidecar = _sidecar(job, limited=False)
         init = {"requests": _INIT["requests"], "limits": {"memory": _INIT["limits"]["memory"]}}
-        return ResourceShares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
+        return ResourceShares(sidecar, _with_storage(init, job), _with_ours(_completed(whole, pod), sidecar))
     bound = is_guaranteed(pod)
     # A namespace that requires limits may require a ratio to the requests as well.
     init_bound = bound or "cpu" in job.sidecar_resources.get("limits", {})
     init = {"requests": _INIT["limits"], "limits": _INIT["limits"]} if init_bound else _INIT
-    return ResourceShares(_sidecar(job, limited=bound), init, None)
+    return ResourceShares(_sidecar(job, limited=bound), _with_storage(init, job), None)
+
+
+def _with_storage(init: Resources, job: JobSpec) -> Resources:
+    """Adds the sidecar's ephemeral storage, which rules of a namespace demand of every container."""
+    found = {kind: dict(given) for kind, given in init.items()}
+    for kind, given in found.items():
+        if asked := job.sidecar_resources.get(kind, {}).get(_STORAGE):
+            given[_STORAGE] = asked
+    return found
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:
@@ -108,11 +119,22 @@ def limits_advice(sentence: str, pod: Mapping[str, Any] | None = None) -> str:
             f"{more['cpu']} and {more['memory']} if spec.sidecar.resources.limits.cpu is set: set that, let "
             "your own containers ask for the minimum, or have the LimitRange lowered"
         )
-    if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
+    if f"{_STORAGE} for:" in sentence or f"{_STORAGE} max limit to request" in sentence:
         return (
-            "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and "
-            "512Mi: lower sizeLimit, or have the namespace's ResourceQuota or LimitRange raised"
+            f"The namespace has rules for {_STORAGE}: set {_STORAGE} in spec.sidecar.resources, which all "
+            "containers of TierCheck get, and in your own containers that have none"
         )
+    if "exceeded quota" in sentence or re.search("maximum (memory|cpu) usage", sentence):
+        prepares = f"the containers that prepare the pod have a CPU limit of {_INIT['limits']['cpu']}"
+        for resource, demand in (
+            ("memory", "tiers.local.sizeLimit and 512Mi: lower sizeLimit"),
+            ("cpu", f"the CPU of spec.sidecar.resources, and {prepares}: lower the former"),
+        ):
+            if resource in sentence:
+                return (
+                    f"Beside what your containers ask for, each pod's sidecar asks for {demand}, or have the "
+                    "namespace's ResourceQuota or LimitRange raised"
+                )
     return ""
 
 

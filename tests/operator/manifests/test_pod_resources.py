@@ -258,6 +258,16 @@ def test_attached_guaranteed_pod_stays_guaranteed_too() -> None:
         attached(pod, sidecar={"resources": {"limits": {"cpu": "3"}, "requests": {"cpu": "2"}}})
 
 
+def test_ephemeral_storage_of_the_sidecar_is_asked_for_by_every_container_of_ours() -> None:
+    given = {"requests": {"ephemeral-storage": "1Gi"}, "limits": {"ephemeral-storage": "2Gi"}}
+    for job in (job_with(BOUND, BOUND), job_with(), job_with(pod=BOUND)):
+        bound = replace(job, spec=replace(job.spec, sidecar_resources=given))
+        pod = build_pod(bound, 0, 0, (), "s:1")
+        for name in (names.LIBRARY_CONTAINER, names.SIDECAR_CONTAINER):
+            for kind, storage in given.items():
+                assert resources(pod, name)[kind].items() >= storage.items()
+
+
 def test_what_one_pod_is_given_is_not_shared_with_the_next() -> None:
     job = job_with(BOUND, BOUND)
     first, second = (build_pod(job, worker, 0, (), "s:1") for worker in (0, 1))

@@ -231,6 +231,29 @@ def test_debugging_container_in_a_pod_changes_nothing() -> None:
             'pods "a" is forbidden: maximum memory usage per Container is 1Gi, but limit is 1610612736',
             "sizeLimit",
         ),
+        (
+            'pods "a" is forbidden: maximum cpu usage per Pod is 2, but request is 2160m',
+            "spec.sidecar.resources",
+        ),
+        (
+            'pods "a" is forbidden: [maximum cpu usage per Container is 400m, but limit is 500m]',
+            "limit of 500m",
+        ),
+        (
+            'pods "a" is forbidden: exceeded quota: team, requested: requests.cpu=660m, used: '
+            "requests.cpu=0, limited: requests.cpu=500m",
+            "spec.sidecar.resources",
+        ),
+        (
+            'pods "a" is forbidden: failed quota: team: must specify limits.ephemeral-storage for: '
+            "tiercheck-library,tiercheck-sidecar",
+            "ephemeral-storage in spec.sidecar.resources",
+        ),
+        (
+            'pods "a" is forbidden: ephemeral-storage max limit to request ratio per Container is 1, but no '
+            "request is specified or request is 0",
+            "ephemeral-storage in spec.sidecar.resources",
+        ),
     ],
 )
 def test_refusal_by_a_rule_of_the_namespace_says_which_field_answers_it(sentence: str, word: str) -> None:
