@@ -122,6 +122,11 @@ _MOST_OF_NAMESPACE = 20
 """The number of pods per namespace and pass that cause calls: all teams share a few threads."""
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
+_WITHOUT_LABELS = (
+    f"TierCheck attached the pod, and its labels ({names.API_GROUP}/...) were removed since. So it is not "
+    "found, and waits. Look for an admission webhook or policy that changes labels, and exempt these."
+)
+
 
 def should_evict(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
     """Returns whether the pod blocks its job, which could continue with a replacement."""
@@ -167,7 +172,9 @@ class UninjectedPods:
         namespace, name, uid = pod.namespace, pod.name, pod.uid
         about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid}
         going = should_evict(pod, self._has_job)
-        said = pod.annotations.get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
+        unlabelled = names.ANNOTATION_ATTACHED in pod.annotations
+        said = pod.annotations.get(names.ANNOTATION_NOT_ATTACHED)
+        said = said or (_WITHOUT_LABELS if unlabelled else _UNASKED)
         if going:
             said += " The other workers wait for it, so it is evicted and its controller makes another."
         posted, now = await self._events.warn(about, NOT_ATTACHED, said), self._clock()

@@ -142,16 +142,26 @@ def inject(
     _withhold_token(spec)
     new = with_pull_settings(new, config.sidecar_pull_policy, config.sidecar_pull_secrets)
     metadata = new["metadata"]
-    metadata["labels"] = {
-        **(metadata.get("labels") or {}),
-        names.LABEL_JOB: view.name,
-        names.LABEL_JOB_UID: view.identity,
-        names.LABEL_WORKER: str(seat.worker),
-    }
     metadata["annotations"] = {
         **(metadata.get("annotations") or {}),
         names.ANNOTATION_ATTACHED: attachment.to_json(),
     }
+    return with_labels(new)
+
+
+def with_labels(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an attached pod with the labels by which it is found, as its sidecar's environment has them.
+    Another webhook may have removed or changed them since."""
+    new: dict[str, Any] = copy.deepcopy(dict(pod))
+    sidecar = next(c for c in new["spec"]["initContainers"] if c["name"] == names.SIDECAR_CONTAINER)
+    env = {entry["name"]: entry.get("value") or "" for entry in sidecar.get("env") or []}
+    ours = {
+        names.LABEL_JOB: env.get(names.ENV_JOB, "").partition("/")[2],
+        names.LABEL_JOB_UID: env.get(names.ENV_JOB_UID),
+        names.LABEL_WORKER: env.get(names.ENV_WORKER),
+    }
+    known = {name: value for name, value in ours.items() if value}
+    new["metadata"]["labels"] = {**(new["metadata"].get("labels") or {}), **known}
     return new
 
 

@@ -63,8 +63,10 @@ class Admission:
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """Returns the pod to use, and a warning if it could not be attached; accepts malformed pods."""
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
-        if not policy or injection.is_injected(pod):
+        if not policy:
             return pod, ""
+        if injection.is_injected(pod):
+            return injection.with_labels(pod), ""
         try:
             async with asyncio.timeout(_REVIEW_PATIENCE):
                 return await self._attached(namespace, pod, policy), ""

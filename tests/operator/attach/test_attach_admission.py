@@ -118,6 +118,22 @@ async def test_answer_turns_the_pod_that_was_sent_into_the_one_that_is_wanted_an
         assert (again, warning) == (made, "")
 
 
+async def test_labels_that_another_webhook_strips_or_changes_come_back_when_it_is_asked_again() -> None:
+    made, _ = await admitted(shapes.job_pod(2), shapes.job(4), shapes.POLICY)
+    labels = made["metadata"]["labels"]
+    kept = {key: value for key, value in labels.items() if key == names.LABEL_INJECT}
+    for changed in (kept, {**labels, names.LABEL_WORKER: "0", names.LABEL_JOB: "x"}):
+        stripped = copy.deepcopy(made)
+        stripped["metadata"]["labels"] = changed
+        again, warning = await admitted(stripped, shapes.job(4), shapes.POLICY)
+        assert (again["spec"], warning) == (made["spec"], "")
+        assert again["metadata"]["labels"] == {**changed, **_ours(labels)}
+
+
+def _ours(labels: Object) -> Object:
+    return {key: labels[key] for key in (names.LABEL_JOB, names.LABEL_JOB_UID, names.LABEL_WORKER)}
+
+
 async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
     pod = shapes.trainjob_pod(1)
     made, _ = await admitted(pod, shapes.trainjob(), shapes.POLICY)

@@ -142,6 +142,15 @@ async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_wait
     assert len(server.events) == 1, "once, however often it is seen"
 
 
+async def test_attached_pod_that_lost_its_labels_is_not_said_to_run_without_tiercheck() -> None:
+    server = having()
+    server.objects["/api/v1/pods"] = {"items": [left_out(annotations={names.ANNOTATION_ATTACHED: "{}"})]}
+    await UninjectedPods(server, (), lambda *_: False).look()
+    (event,) = server.events
+    assert "admission webhook or policy that changes labels" in event["message"]
+    assert "runs without" not in event["message"]
+
+
 async def test_pod_that_its_disruption_budget_keeps_is_told_of_once_and_tried_again_after_minutes() -> None:
     kept = ApiFailure(429, "it would violate the pod's disruption budget", 10.0, considered=True)
     server, now = ApiModel(EVICT=kept), 0.0
