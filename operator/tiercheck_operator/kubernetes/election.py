@@ -172,6 +172,7 @@ class Elector(threading.Thread):
 
     def run(self) -> None:
         while not self._ending.is_set():
+            began = self._clock()
             try:
                 self.look()
                 self._notify_if_changed()
@@ -180,7 +181,9 @@ class Elector(threading.Thread):
                 log.exception("a look at lease %s failed", self._lease)
                 self._raw = None
             pause = self._terms.retry
-            if not self._led:
+            if self._led:  # a slow renewal must not delay the next one as well
+                pause = max(0.0, began + pause - self._clock())
+            else:
                 pause *= 1 + random.uniform(0.0, _JITTER)
             self._ending.wait(pause)
 
@@ -198,9 +201,12 @@ class Elector(threading.Thread):
         except ApiFailure as error:
             self._raw = None  # it may have changed, or the write may have arrived after all
             if not error.conflict:
-                log.log(
-                    logging.DEBUG if self._failing else logging.WARNING, "lease %s: %s", self._lease, error
+                slow = (
+                    f"; if it answers, but later than in {self._terms.call:g} s, raise "
+                    "TIERCHECK_LEASE_SECONDS (chart: settings.leaseSeconds)"
                 )
+                level = logging.DEBUG if self._failing else logging.WARNING
+                log.log(level, "lease %s: %s%s", self._lease, error, "" if error.status else slow)
                 self._failing = True
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,6 +197,53 @@ def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -
     assert leading.wait(30)
     assert not elector.died
     elector.release()
+
+
+class _Turns(threading.Event):
+    """Ends the elector after `left` pauses, which take no time but that of `passing`."""
+
+    def __init__(self, passing: Callable[[float], None], left: int) -> None:
+        super().__init__()
+        self._passing, self._left = passing, left
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._passing(timeout or 0.0)
+        self._left -= 1
+        if not self._left:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5, 2.0, 2.4])
+def test_api_server_that_takes_seconds_for_every_call_costs_no_leader_its_lead(seconds: float) -> None:
+    replica, gaps = Replica(ApiModel(), "a"), []
+
+    def passing(passed: float) -> None:
+        replica.time += passed
+        if replica.told and not replica.elector.leads():
+            gaps.append(replica.time)
+
+    def call_slowly(method: str, path: str, body: Any) -> dict[str, Any]:
+        answer = replica.call(method, path, body)
+        passing(seconds)
+        return answer
+
+    assert seconds <= TERMS.call
+    replica.elector._api = AnsweringServer(call_slowly)
+    replica.elector._ending = _Turns(passing, 20)
+    replica.elector.run()
+    assert replica.told == [True]
+    assert gaps == []
+    assert replica.time >= 20 * TERMS.retry, "the API server is not asked all the time"
+
+
+def test_lease_that_cannot_be_renewed_in_time_names_the_setting(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = led_by_the_first()
+    first.reachable = False
+    first.round(1.0)
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "later than in 2.5 s" in said
+    assert "settings.leaseSeconds" in said
 
 
 def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -> None:
