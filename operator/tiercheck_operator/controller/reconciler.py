@@ -382,7 +382,7 @@ class JobLoop:
             refused=self._executor.refusals.known,
             names_taken=self._executor.refusals.names_taken,
             budget=self._owned_objects.budget,
-            budget_problem=self._owned_objects.budget_problem,
+            budget_problem=self._owned_objects.budget_problem or self._owned_objects.rival_budget,
         )
 
     def _vanished_members(self, job: JobView, pods: Iterable[PodView]) -> set[str]:

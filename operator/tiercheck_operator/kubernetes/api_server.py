@@ -349,6 +349,7 @@ class ApiClient:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call)
 
     find = _in_thread(ApiServer.find)
+    list = _in_thread(ApiServer.list)
     find_resource = _in_thread(ApiServer.find_resource)
     create = _in_thread(ApiServer.create)
     create_or_find = _in_thread(ApiServer.create_or_find)

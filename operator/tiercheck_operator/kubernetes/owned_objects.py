@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
@@ -22,6 +23,7 @@ from tiercheck_operator.kubernetes.api_server import (
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.manifests.pod import Unbuildable, build_pod
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name
 from tiercheck_operator.model.status import parse_time
@@ -43,6 +45,8 @@ class OwnedObjects:
         self.have_secret = False
         self.budget: int | None = None
         self.budget_problem = ""
+        self.rival_budget = ""
+        """The sentence about a budget of others that selects the job's pods as well; empty: none is seen."""
         self.have_gang = False
         self.gang_problem = ""
 
@@ -78,6 +82,28 @@ class OwnedObjects:
             self.budget = wanted if isinstance(wanted, int) else -1  # a value that is never required
         elif found is not None:
             self._no_budget(job, "is not this job's; remove or rename it")
+        self.rival_budget = await self._find_rival(job)
+
+    async def _find_rival(self, job: JobView) -> str:
+        """Returns the sentence for `rival_budget`."""
+        try:
+            labels = build_pod(job, 0, 0, (), "")["metadata"]["labels"]
+            others = await self._kube.list(DISRUPTION_BUDGETS, job.namespace, f"!{names.LABEL_JOB_UID}")
+        except Unbuildable:  # that is reported, and there are no pods
+            return ""
+        except ApiFailure as error:
+            if not (error.refused or error.not_found):
+                raise
+            return ""
+        selectors = {raw["metadata"]["name"]: (raw.get("spec") or {}).get("selector") for raw in others}
+        rivals = [name for name, selector in selectors.items() if _selects(selector, labels)]
+        if not rivals:
+            return ""
+        return (
+            f"the PodDisruptionBudget {rivals[0]} selects the job's pods as well, and Kubernetes evicts no "
+            "pod that two select, so no node with a worker can be drained. Narrow its selector, remove it, "
+            "or set spec.disruptionBudget.mode to Off"
+        )
 
     async def ensure_gang(self, job: JobView) -> None:
         """Creates the PodGroup; a refusal is in `gang_problem` until `refresh`. Raises ApiFailure."""
@@ -172,6 +198,23 @@ class OwnedObjects:
             named = f"{body['kind']} {body['metadata']['name']}"
             raise ApiFailure(422, f"{named} is not this job's; if it stays, remove or rename it")
         return found is None
+
+
+def _selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
+    """Returns whether a budget's selector selects a pod. None selects no pod, and an empty one every pod."""
+    if selector is None:
+        return False
+    required = dict(selector.get("matchLabels") or {})
+    return required.items() <= labels.items() and all(
+        _holds(each.get("operator"), labels.get(each.get("key")), each.get("values") or [])
+        for each in selector.get("matchExpressions") or []
+    )
+
+
+def _holds(operator: str, value: str | None, values: Collection[str]) -> bool:
+    if operator in ("In", "NotIn"):
+        return (value in values) is (operator == "In")
+    return (value is not None) is (operator == "Exists")
 
 
 def pod_groups(scheduler: str) -> ApiResource:

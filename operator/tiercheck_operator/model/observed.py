@@ -313,7 +313,7 @@ class Observation:
     budget: int | None = None
     """minAvailable of the job's PodDisruptionBudget; None: there is none."""
     budget_problem: str = ""
-    """The reason why the budget cannot be as required, as a sentence."""
+    """The reason why the budget cannot be as required, or be used, as a sentence."""
 
     @cached_property
     def size(self) -> int:

@@ -140,6 +140,15 @@ async def test_job_held_by_a_finalizer_costs_one_status_that_names_it() -> None:
     assert "audit.example/hold" in json.dumps(status["conditions"])
 
 
+async def test_decision_knows_of_a_second_budget_on_the_pods_because_it_ends_every_drain() -> None:
+    kube, job = StandIn(new_job()), parse_job(new_job())
+    rival = {"metadata": {"name": "theirs"}, "spec": {"selector": {}}}
+    kube.objects["/apis/policy/v1/namespaces/default/poddisruptionbudgets"] = {"items": [rival]}
+    loop = JobLoop(new_job(), surroundings(kube))
+    await loop._owned_objects.refresh(job)
+    assert "theirs selects the job's pods as well" in loop._observe(job).budget_problem
+
+
 @pytest.mark.parametrize(("others", "seconds"), [(0, 1.0), (49, 1.0), (499, 10.0)])
 async def test_the_more_jobs_train_the_less_often_progress_is_written(others: int, seconds: float) -> None:
     """So that all of them together write it fifty times a second at most."""

@@ -70,6 +70,38 @@ def test_what_is_wrong_is_said_with_what_to_do(server: ApiModel, sentence: str) 
     assert sentence in resolved(TopologySource(server), job()).spec.topology_problem
 
 
+BUDGETS = "/apis/policy/v1/namespaces/ns/poddisruptionbudgets"
+
+
+@pytest.mark.parametrize(
+    ("selector", "selects"),
+    [
+        (None, False),
+        ({}, True),
+        ({"matchLabels": {names.LABEL_JOB: "j"}}, True),
+        ({"matchLabels": {names.LABEL_JOB: "j", "app": "web"}}, False),
+        ({"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["web"]}]}, True),
+        ({"matchExpressions": [{"key": names.LABEL_JOB, "operator": "In", "values": ["j", "k"]}]}, True),
+        ({"matchExpressions": [{"key": names.LABEL_JOB, "operator": "NotIn", "values": ["j"]}]}, False),
+        ({"matchExpressions": [{"key": names.LABEL_WORKER, "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": names.LABEL_WORKER, "operator": "DoesNotExist"}]}, False),
+    ],
+)
+def test_budget_of_others_is_a_rival_if_it_selects_the_jobs_pods(selector: Any, selects: bool) -> None:
+    rival = {"metadata": {"name": "theirs"}, "spec": {"minAvailable": 1, "selector": selector}}
+    server = ApiModel({BUDGETS: {"items": [rival]}})
+    found = OwnedObjects(server)
+    asyncio.run(found.refresh(job()))
+    assert found.rival_budget.startswith("the PodDisruptionBudget theirs selects the job's pods") is selects
+    assert found.budget_problem == "", "the job's own is written all the same"
+    assert server.did("GET")[-1].query.endswith("labelSelector=%21tiercheck.io%2Fjob-uid"), "not our own"
+
+
+def test_without_the_right_to_list_budgets_none_is_a_rival() -> None:
+    found = OwnedObjects(ApiModel(GET=ApiFailure(403, "forbidden")))
+    assert asyncio.run(found._find_rival(job())) == ""
+
+
 def test_a_server_that_does_not_answer_is_asked_again() -> None:
     source = TopologySource(ApiModel(GET=ApiFailure(0, "no answer")))
     with pytest.raises(ApiFailure):

@@ -51,7 +51,7 @@
 # One for each job: how many of its workers may be evicted now.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 {{- end }}
 {{- define "tiercheck.rules.own" }}
 # The lease that says which replica leads. A right to create cannot be narrowed down to a name.
