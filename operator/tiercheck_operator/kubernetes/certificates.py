@@ -21,7 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_operator.manifests.owned import Credentials
 
-_CLOCK_SKEW = datetime.timedelta(hours=1)
+_CLOCK_SKEW = datetime.timedelta(days=365)
+"""Covers nodes whose clocks are behind the issuer's: a certificate that is not valid yet there would cut a
+worker off. One that was valid earlier gives nothing away, because its key did not exist."""
 
 
 @dataclass(frozen=True)

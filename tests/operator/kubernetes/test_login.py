@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,17 @@ def test_certificate_is_good_for_the_sidecars_name_only(tmp_path: Path) -> None:
     credentials = issue("u-1")
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(credentials, credentials, "example.com", tmp_path)
+
+
+@pytest.mark.parametrize("days", [-30, 0.2, 3, 90])
+def test_node_whose_clock_is_hours_or_days_off_takes_the_jobs_certificate(
+    days: float, tmp_path: Path
+) -> None:
+    """`days`: by how much the clock of the operator that issued it is ahead."""
+    issued_at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    pair = issue_pair("a job", [TLS_SERVER_NAME], datetime.timedelta(days=3650), issued_at)
+    credentials = replace(issue("u-1"), ca=pair.ca, certificate=pair.certificate, key=pair.key)
+    handshake(credentials, credentials, TLS_SERVER_NAME, tmp_path)
 
 
 def test_every_job_has_its_own_token() -> None:
