@@ -318,8 +318,8 @@ class Fleet:
             own, runs = _kept(step, 3)
             there, away = _kept(copied, 2)
             held = RankHoldings(runs, own, reached=own[-1], copied=away, copied_snapshots=there)
-            word = self.vocabulary.build(WorkerHead("", 1, 0), [(RankOwn(0, (1,)), held)])
-            self.shapes[key] = word.shapes[0].held.shape(True, (wanted,) if uploaded and wanted else ())
+            rank = RankOwn(0, (1,), (_artifact(0, wanted),) if uploaded and wanted else ())
+            self.shapes[key] = self.vocabulary.build(WorkerHead("", 1, 0), [(rank, held)]).shapes[0]
         return self.shapes[key]
 
     def kept(self, step: int) -> Any:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Raw
 
-from tiercheck.protocol.version import RankArtifact, Version
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.tally import (
@@ -22,7 +22,6 @@ from tiercheck_sidecar.versions.tally import (
     Interned,
     RankHoldings,
     RankOwn,
-    RankState,
     WorkerHead,
     WorkerState,
     many_versions,
@@ -68,14 +67,6 @@ class CopiesOf:
 
 
 @dataclass(frozen=True)
-class UploadedOf:
-    """A rank's artifacts in the remote tier, if nothing else in its `RankOwn` has changed."""
-
-    rank: int
-    uploaded: tuple[RankArtifact, ...]
-
-
-@dataclass(frozen=True)
 class ReportUpdate:
     """The changes since another report. Ranks that are not named are as they were."""
 
@@ -87,8 +78,6 @@ class ReportUpdate:
     """The head of the report; None if unchanged."""
     ranks: tuple[HoldingsOf, ...] = ()
     own: tuple[RankOwn, ...] = ()
-    uploaded: tuple[UploadedOf, ...] = ()
-    """Uploads of ranks that are not in `own`."""
     copies: tuple[CopiesOf, ...] | None = None
     """All copies; None if unchanged."""
 
@@ -152,7 +141,7 @@ class ReportInterner:
         own, shapes = {}, {}
         groups: dict[Interned[HeldCopies], list[tuple[int, ...]]] = {}
         for each, held in ranks:
-            own[each.rank], shapes[each.rank] = each, _shape(self._held.write(held), each)
+            own[each.rank], shapes[each.rank] = each, self._held.write(held).shape(each)
         for of, kept in copies:
             groups.setdefault(self._kept.write(kept), []).append(of)
         return WorkerState(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
@@ -162,54 +151,29 @@ class ReportInterner:
         head = update.head or (base.head if base else None)
         if head is None:
             raise UpdateRejected("it does not begin with a whole report")
-        before: Mapping[int, RankState] = base.shapes if base else {}
-        own = _own_now(base.own if base else {}, update)
-        changed = {each.rank for each in update.own} | {each.rank for each in update.uploaded}
-        shapes = dict(before)
+        own: Mapping[int, RankOwn] = base.own if base else {}
+        if update.own:
+            own = {**own, **{each.rank: each for each in update.own}}
+        shapes = dict(base.shapes) if base else {}
+        held = {rank: shapes[rank].held for each in update.own if (rank := each.rank) in shapes}
         for group in update.ranks:
-            shared, last = self._held.read(bytes(group.held)), None
-            for rank in group.ranks:
-                was = before.get(rank)
-                if was is None or rank in changed:
-                    shapes[rank] = _shape(shared, own.get(rank))
-                else:
-                    if last is None or was.guarded != last.guarded or was.uploaded != last.uploaded:
-                        last = shared.shape(was.guarded, was.uploaded)
-                    shapes[rank] = last
-                changed.discard(rank)
-        for rank in changed:
-            if rank in before:
-                shapes[rank] = _shape(before[rank].held, own.get(rank))
-        if own.keys() != shapes.keys():
+            held |= dict.fromkeys(group.ranks, self._held.read(bytes(group.held)))
+        if own.keys() != shapes.keys() | held.keys():
             raise UpdateRejected("it says only half of some rank")
+        shapes |= {rank: each.shape(own[rank]) for rank, each in held.items()}
         copies = base.copies if base else ()
         if update.copies is not None:
             copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in update.copies)
         return WorkerState(head, own, shapes, copies)
 
 
-def _own_now(before: Mapping[int, RankOwn], update: ReportUpdate) -> Mapping[int, RankOwn]:
-    """Returns the facts of each rank after an update; the same object if nothing changed."""
-    if not (update.own or update.uploaded):
-        return before
-    own = {**before, **{each.rank: each for each in update.own}}
-    for each in update.uploaded:
-        known = own.get(each.rank)
-        if known is None:
-            raise UpdateRejected("it says only half of some rank")
-        own[each.rank] = RankOwn(each.rank, known.holders, each.uploaded, known.needs)
-    return own
-
-
-def _shape(shared: Interned[RankHoldings], own: RankOwn | None) -> RankState:
-    if own is None:
-        raise UpdateRejected("it says only half of some rank")
-    return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
-
-
 def is_urgent(report: WorkerState, accepted: WorkerState | None) -> bool:
     """Returns whether more than uploads has changed since the last accepted report."""
-    return replace(difference(accepted, report, 1, 0), uploaded=()) != ReportUpdate(1)
+    changes = difference(accepted, report, 1, 0)
+    return replace(changes, own=()) != ReportUpdate(1) or any(
+        accepted is None or replace(accepted.own[each.rank], uploaded=each.uploaded) != each
+        for each in changes.own
+    )
 
 
 def difference(base: WorkerState | None, report: WorkerState, number: int, base_number: int) -> ReportUpdate:
@@ -220,14 +184,7 @@ def difference(base: WorkerState | None, report: WorkerState, number: int, base_
     for rank, shape in report.shapes.items():
         if base is None or base.shapes[rank].held is not shape.held:
             held.setdefault(shape.held, []).append(rank)
-    own, uploaded = [], []
-    for rank, each in report.own.items():
-        before = None if base is None else base.own[rank]
-        if before is not None and before.holders == each.holders and before.needs == each.needs:
-            if before.uploaded != each.uploaded:
-                uploaded.append(UploadedOf(rank, each.uploaded))
-        else:
-            own.append(each)
+    own = (each for rank, each in report.own.items() if base is None or base.own[rank] != each)
     copies = None if base is not None and base.copies == report.copies else report.copies
     return ReportUpdate(
         number,
@@ -235,6 +192,5 @@ def difference(base: WorkerState | None, report: WorkerState, number: int, base_
         None if base is not None and base.head == report.head else report.head,
         tuple(HoldingsOf(tuple(ranks), Raw(shared.text)) for shared, ranks in held.items()),
         tuple(own),
-        tuple(uploaded),
         None if copies is None else tuple(CopiesOf(of, Raw(shared.text)) for of, shared in copies),
     )

@@ -60,10 +60,11 @@ class Interned(Generic[T]):
         """The JSON, its value, why it cannot be true (a clause), and the number of versions in it."""
         self._shapes: dict[tuple[bool, tuple[Version, ...]], RankState] = {}
 
-    def shape(self: Interned[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankState:
-        found = self._shapes.get((guarded, uploaded))
+    def shape(self: Interned[RankHoldings], own: RankOwn) -> RankState:
+        key = bool(own.holders), tuple(artifact.version for artifact in own.uploaded)
+        found = self._shapes.get(key)
         if found is None:
-            found = self._shapes[guarded, uploaded] = RankState(self, guarded, uploaded)
+            found = self._shapes[key] = RankState(self, *key)
         return found
 
 
@@ -144,19 +145,15 @@ class RankTable:
             shapes[shape] = shapes.get(shape, 0) + 1
             if before is not None:
                 shapes[before] -= 1
-        self._keep(report.head.worker, report.copies)
-
-    def _keep(self, worker: int, copies: tuple[CopyGroup, ...]) -> None:
-        before = self._copies.get(worker, ())
-        if before is copies:
-            return
-        self._copies[worker] = copies
-        for _, shared in copies:
-            self._kept[shared] += 1
-        for _, shared in before:
-            self._kept[shared] -= 1
-            if not self._kept[shared]:
-                del self._kept[shared]
+        worker = report.head.worker
+        kept = self._copies.get(worker, ())
+        if kept is not report.copies:
+            self._copies[worker] = report.copies
+            self._kept.update(shared for _, shared in report.copies)
+            for _, shared in kept:
+                self._kept[shared] -= 1
+                if not self._kept[shared]:
+                    del self._kept[shared]
 
     @property
     def shapes(self) -> list[RankState]:

@@ -22,11 +22,17 @@ from tiercheck_sidecar.versions.report_updates import (
     ReportUpdate,
     TierAnswer,
     UpdateRejected,
-    UploadedOf,
     difference,
     is_urgent,
 )
-from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankTable, WorkerHead, WorkerState
+from tiercheck_sidecar.versions.tally import (
+    HeldCopies,
+    RankHoldings,
+    RankOwn,
+    RankTable,
+    WorkerHead,
+    WorkerState,
+)
 from tiercheck_sidecar.versions.watermark import WatermarkState, compute_watermarks
 
 PROCS, WORKERS = 2, 3
@@ -165,13 +171,13 @@ def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.Dat
 
 
 def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
-    """Thousands do within seconds; their sizes and holders are what they were."""
+    """Thousands do within seconds; what their ranks hold is what it was."""
     vocabulary, done = ReportInterner(), (RankArtifact(0, Version(3, 1), "key", size=1),)
     ranks = tuple(RankTiers(rank, holders=(1,), needs=Needs(10, 1, True)) for rank in range(PROCS))
     base = word_of(TierReport(JOB_UID, 1, 0, ranks), vocabulary)
     after = word_of(TierReport(JOB_UID, 1, 0, (replace(ranks[0], uploaded=done), *ranks[1:])), vocabulary)
     news = difference(base, after, 2, 1)
-    assert news == ReportUpdate(2, 1, uploaded=(UploadedOf(0, done),))
+    assert news == ReportUpdate(2, 1, own=(RankOwn(0, (1,), done, Needs(10, 1, True)),))
     assert vocabulary.updated(base, news).own == after.own
 
 
@@ -180,7 +186,7 @@ def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | 
     vocabulary = ReportInterner()
     head = TierReport(JOB_UID, 1, 0, (RankTiers(0),))
     known = word_of(head, vocabulary) if base else None
-    news = ReportUpdate(2, 1, WorkerHead(JOB_UID, 1, 0), uploaded=(UploadedOf(1, ()),))
+    news = ReportUpdate(2, 1, WorkerHead(JOB_UID, 1, 0), own=(RankOwn(1),))
     with pytest.raises(UpdateRejected):
         vocabulary.updated(known, news)
 
