@@ -251,7 +251,7 @@ class Station:
     def push(self, seal: Seal, worker: int) -> bool:
         """Bring the worker a copy, on a line of its own."""
         with self.line(worker) as line:
-            return push(self.vault, seal, line)
+            return push(self.vault, seal, line) is not None
 
     def dials(self, *workers: int) -> list[Dial]:
         return [Dial(worker, lambda worker=worker: self.connect(worker)) for worker in workers]  # type: ignore[misc]

@@ -27,7 +27,13 @@ from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange import session as exchange_session
-from tiercheck_sidecar.exchange.frames import ListedArtifact, PeerRequest, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.frames import (
+    ListedArtifact,
+    PeerRequest,
+    PeerResponse,
+    PeerSilent,
+    WireBroken,
+)
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Inbox, Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
@@ -399,8 +405,8 @@ class _Lane:
             process._bump()
 
 
-def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> bool:
-    """As `sender.push`, with the bytes in one piece."""
+def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> PeerResponse | None:
+    """As `lane.push`, with the bytes in one piece."""
     sender, peer = line
     world, attempt = sender.world, sender.state.attempt
     holder = sender.dial(peer)
@@ -408,9 +414,9 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     ask = PeerRequest("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
     said = session._offer(ask)
     if said.state == "have":
-        return True
+        return said
     if said.state == "busy":
-        return False
+        return None
     if said.state != "send":
         raise PushRefused(said.message)
     with (
@@ -438,7 +444,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         raise PushRefused(last.message)
     if world.rng.random() < world.plan.loss:
         raise WireBroken("the answer was lost")
-    return True
+    return last
 
 
 class Reach:

@@ -80,37 +80,35 @@ class PushRefused(Exception):
     """The holder refuses the artifact; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, line: ConnectionPool, pace: Portion | None = None) -> bool:
-    """Sends `seal`'s artifact as a copy. Returns whether the holder has verified every chunk and holds it.
-
-    False: it has no free slot, or not this attempt yet. Raises PushRefused and what `send` raises."""
-    said = send(vault, seal, line, pace, "offer")
-    if said.state not in ("ok", "have", "busy"):
-        raise PushRefused(said.message)
-    return said.state != "busy"
-
-
-def send(vault: Vault, seal: Seal, line: ConnectionPool, pace: Portion | None, op: str) -> PeerResponse:
+def push(
+    vault: Vault, seal: Seal, line: ConnectionPool, pace: Portion | None = None, op: str = "offer"
+) -> PeerResponse | None:
     """Offers an own artifact by `op` ("offer", or "fold" into parity), and sends what is missing there.
 
-    Returns the last answer. A broken stream continues where it stopped. Every exception closes `line`.
-    Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged.
+    Returns the last answer, after which the holder has it; None: it has no free slot, or not this attempt
+    yet. A broken stream continues where it stopped. Every exception of the connection closes `line`.
+    Raises PushRefused, NotHeld, OSError, WireBroken, PeerRefused, TooDamaged.
     """
     try:
         with vault.pin(seal.artifact, Tier.LOCAL) as slot, open(open_plain(slot.path), "rb") as file:
             for _ in range(_MOST_BREAKS):
                 hopeful, before = line.is_open, line.sent
                 try:
-                    return _send(seal, line, file.fileno(), pace, op)
+                    said = _send(seal, line, file.fileno(), pace, op)
+                    break
                 except WireBroken:
                     # The other end may have closed an idle connection long ago: that is no failure.
                     if not hopeful and line.sent == before:
                         raise
                     line.drop()
-            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
+            else:
+                raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
     except BaseException:
         line.drop()
         raise
+    if said.state not in ("ok", "have", "in", "late", "busy"):
+        raise PushRefused(said.message)
+    return None if said.state == "busy" else said
 
 
 def _send(seal: Seal, line: ConnectionPool, file: int, pace: Portion | None, op: str) -> PeerResponse:

@@ -29,7 +29,7 @@ from tiercheck_sidecar.exchange.streams import ConnectionPool
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import TokenBucket
-from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, Lane, PushRefused, push, send
+from tiercheck_sidecar.replicate.lane import Backoff, Era, HolderLanes, Lane, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.versions.reclaim import MemoryPlace, freeable
@@ -68,10 +68,10 @@ class Replicator(HolderLanes):
             lane.reviewed_at = time.monotonic()
 
     def bring(self, seal: Seal, line: ConnectionPool, lane: Lane) -> bool:
-        kept = push(self.vault, seal, line, lane.pace)
-        if kept:
-            self._acknowledge(lane.holder, seal, lane.era)
-        return kept
+        if push(self.vault, seal, line, lane.pace) is None:
+            return False
+        self._acknowledge(lane.holder, seal, lane.era)
+        return True
 
     def _review(
         self,
@@ -216,11 +216,9 @@ class ParitySender(HolderLanes):
 
     def bring(self, seal: Seal, line: ConnectionPool, lane: Lane) -> bool:
         before = line.sent
-        said = send(self.vault, seal, line, lane.pace, "fold")
-        if said.state == "busy":
+        said = push(self.vault, seal, line, lane.pace, "fold")
+        if said is None:
             return False
-        if said.state == "refused":
-            raise PushRefused(said.message)
         with self._lock:
             known = self._holder_states.get(lane.holder)
             if self._era is not lane.era or known is None:
