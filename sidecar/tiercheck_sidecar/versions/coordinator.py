@@ -122,14 +122,11 @@ class Coordinator:
         self._shows_refusals = False
         self._callers: dict[Caller, None] = {}
         """The connections, by arrival, so that a simulation runs the same way each time."""
-        self._new: dict[Caller, None] = {}
-        """The connections that have been sent nothing yet."""
         self._connected = 0
         self._newest: dict[int, Caller] = {}
         """The newest connection on which each worker has reported.
         What arrives later on an older one is outdated: that one is closed, and its sidecar may reconnect."""
         self._inbox: deque[tuple[Caller, bytes]] = deque()
-        self._has_updates = False
         self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
 
     def run(self) -> None:
@@ -140,10 +137,10 @@ class Coordinator:
         while not self._state.stopping:
             with self._dirty:
                 self._dirty.wait_for(
-                    lambda: self._has_updates or self._is_dirty or self._state.stopping, timeout=1.0
+                    lambda: self._inbox or self._is_dirty or self._state.stopping, timeout=1.0
                 )
             self._state.wait_until(lambda: False, _MOMENT)  # batches updates of other sidecars
-            self._has_updates, answers = False, dict[Caller, TierAnswer]()
+            answers: dict[Caller, TierAnswer] = {}
             for _ in range(len(self._inbox)):
                 caller, text = self._inbox.popleft()
                 caller.has_update = False
@@ -212,8 +209,6 @@ class Coordinator:
         self._is_dirty = True
         if self._verdict is None or len(self._table.ranks) <= directive.procs_per_worker:
             self._recompute(directive)
-        if not self._has_updates:
-            self._dirty.notify_all()
 
     def _enter(self, directive: Directive) -> None:
         same = directive.attempt == self._attempt
@@ -357,9 +352,7 @@ class Coordinator:
     def _to_send(self, answers: dict[Caller, TierAnswer]) -> list[tuple[Caller, list[TierAnswer]]]:
         """Returns the messages of each connection. All of them get a new verdict."""
         with self._lock:
-            some = [caller for caller in self._new | dict.fromkeys(answers) if caller in self._callers]
-            callers, self._new = some if self._verdict == self._sent else self._callers, {}
-            sent = [(caller, self.replies(caller, answers.get(caller))) for caller in callers]
+            sent = [(caller, self.replies(caller, answers.get(caller))) for caller in self._callers]
         return [each for each in sent if each[1]]
 
     def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
@@ -382,14 +375,13 @@ class Coordinator:
     def connect(self, caller: Caller) -> None:
         """Registers a connection, which may send updates from then on."""
         with self._lock:
-            self._callers[caller] = self._new[caller] = None
+            self._callers[caller] = None
             self._connected += 1
             caller.serial = self._connected
 
     def disconnect(self, caller: Caller) -> None:
         with self._lock:
             self._callers.pop(caller, None)
-            self._new.pop(caller, None)
 
     def enqueue(self, caller: Caller, text: bytes) -> None:
         """Queues a `ReportUpdate` for the next batch. Raises Malformed if the last one is unanswered.
@@ -398,8 +390,7 @@ class Coordinator:
             raise Malformed("the answer to the last one has not come yet")
         caller.has_update = True
         self._inbox.append((caller, text))
-        if not self._has_updates:
-            self._has_updates = True
+        if len(self._inbox) == 1:
             with self._lock:
                 self._dirty.notify_all()
 

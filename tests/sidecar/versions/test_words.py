@@ -184,8 +184,7 @@ def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
 @pytest.mark.parametrize("base", [None, "of other ranks"])
 def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | None) -> None:
     vocabulary = ReportInterner()
-    head = TierReport(JOB_UID, 1, 0, (RankTiers(0),))
-    known = word_of(head, vocabulary) if base else None
+    known = word_of(TierReport(JOB_UID, 1, 0, (RankTiers(0),)), vocabulary) if base else None
     news = ReportUpdate(2, 1, WorkerHead(JOB_UID, 1, 0), own=(RankOwn(1),))
     with pytest.raises(UpdateRejected):
         vocabulary.updated(known, news)
