@@ -126,7 +126,7 @@ def measure(jobs: int, workers: int) -> dict[str, float]:
             crowd.end()
 
 
-_PATIENT = {f"TIERCHECK_{name}_SECONDS": "600" for name in ("ACCUSED", "SUSPECT", "SILENT", "ISOLATED")}
+_PATIENT = {f"TIERCHECK_{name}_SECONDS": "600" for name in ("UNREACHABLE", "SUSPECT", "SILENT", "ISOLATED")}
 
 
 def _job(number: int, workers: int) -> Object:

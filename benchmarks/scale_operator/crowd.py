@@ -133,7 +133,7 @@ class SimulatedSidecar:
             phase=followed.phase if self._followed else None, restore=RestoreReport(state, restored),
             trainer=trainer, holdings=(), remote=RemoteReport(False, None),
             watermarks=Watermarks(SAVED, SAVED, None, SAVED), memory=MemoryReport(1 << 40, 0, 0),
-            snapshot_every=_CADENCE, tells_holdings=with_holdings,
+            snapshot_every=_CADENCE, has_holdings=with_holdings,
             held=self.held,
         )  # fmt: skip
         text = to_json(report)

@@ -39,7 +39,7 @@ from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.status import Recovery
 from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars
 
-_PATIENCE = Patience(accused=600, suspect=600, silent=600, isolated=600)
+_PATIENCE = Patience(unreachable=600, suspect=600, silent=600, isolated=600)
 """On a busy machine nobody is to be taken for lost."""
 _DEADLINE = 1800.0
 RANKS = 8

@@ -15,7 +15,7 @@ from tiercheck_operator.model.parsing import NO_SETTINGS, NodeSigns, parse_signs
 T = TypeVar("T")
 _SECONDS = ("resync", "poll", "call", "progress", "watch_check", "watch_grace", "stuck")
 _PATIENCE = (
-    "settle", "accused", "isolated", "suspect", "silent", "unschedulable", "capacity", "suspend", "flush",
+    "settle", "unreachable", "isolated", "suspect", "silent", "unschedulable", "capacity", "suspend", "flush",
     "relocate", "grow", "retry",
 )  # fmt: skip
 """The fields of `Patience` that can be set by environment variables."""

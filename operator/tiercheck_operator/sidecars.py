@@ -467,7 +467,7 @@ class JobSidecars:
         if not self._holdings and report.holdings:
             report = _without_holdings(report)  # requested while they were still wanted
         held_at = None
-        if before is not None and same and self._holdings and not report.tells_holdings:
+        if before is not None and same and self._holdings and not report.has_holdings:
             known_at = known.holdings_at
             held_at = now if known_at is not None and report.held == before.held else known_at
             report = replace(report, holdings=before.holdings, held=before.held)
@@ -530,7 +530,7 @@ def read_report(text: bytes) -> Report:
 
 
 def _without_holdings(report: Report) -> Report:
-    return replace(report, holdings=(), tells_holdings=False)
+    return replace(report, holdings=(), has_holdings=False)
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:

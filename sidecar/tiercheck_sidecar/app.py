@@ -112,7 +112,7 @@ class Sidecar:
         self.exchange.extra_handlers = lambda wire, claim: (
             ParitySession(self.state, self.parity_holder, wire, claim).handlers
         )
-        self.reporter.owes = self._owes
+        self.reporter.holders_lack = self._holders_lack
         self.reporter.settled = self._settled
         self.tiers = TierClient(self.state, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
@@ -225,8 +225,8 @@ class Sidecar:
     def _acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
         return [*self.replicator.acknowledged(directive), *self.parity.acknowledged(directive)]
 
-    def _owes(self) -> bool:
-        return self.replicator.owes() or self.parity.owes()
+    def _holders_lack(self) -> bool:
+        return self.replicator.holders_lack() or self.parity.holders_lack()
 
     def _hand_over(self) -> None:
         """Copies to the holders what they lack, when asked to end while the job goes on (an eviction)."""
@@ -235,7 +235,7 @@ class Sidecar:
             directive = state.directive
             if directive is None or directive.phase is not Phase.RELEASE:
                 return
-            if not self._owes():
+            if not self._holders_lack():
                 return
             seen = state.wait(seen, timeout=0.2)
 

@@ -75,7 +75,7 @@ class SidecarModel:
     learned: int = 0
     """The newest attempt that it heard of elsewhere."""
     flushed_for: int = 0
-    owes: bool = False
+    holders_lack: bool = False
     killed_at: float | None = None
     """When a command was killed of which something is still there."""
     waiting_since: float | None = None
@@ -183,12 +183,12 @@ class SidecarModel:
 
     def _hand_on(self, directive: Directive) -> None:
         """Its holders get what they lack of it, and a moment later that is known."""
-        self.owes = False
+        self.holders_lack = False
         for peer in directive.holders:
             holder = self.world.live_sidecar(peer.worker)
             if holder is None or holder.directive is None or holder.directive.attempt != directive.attempt:
                 continue
-            self.owes |= not self.mine <= holder.hosted
+            self.holders_lack |= not self.mine <= holder.hosted
             holder.hosted |= self.mine
 
     def _check(self) -> None:
@@ -389,7 +389,7 @@ class SidecarModel:
                 snapshot=world.committed,
             ),
             memory=MemoryReport(1, 0, 0),
-            owes=self.owes and self.trainer.state is not TrainerState.RUNNING,
+            holders_lack=self.holders_lack and self.trainer.state is not TrainerState.RUNNING,
             quarantined=self.quarantined,
             problems=self.problems,
             proofs=self.proofs,

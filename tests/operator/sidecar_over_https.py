@@ -84,7 +84,7 @@ class ServedSidecar:
         wanted = request.query.get("holdings") != "no" and known != f"{said.instance}.{said.held}"
         if wanted:
             return said
-        return dataclasses.replace(said, holdings=(), tells_holdings=False)
+        return dataclasses.replace(said, holdings=(), has_holdings=False)
 
     async def put(self, request: web.Request) -> web.Response:
         signed = from_json(await request.read(), Directive)

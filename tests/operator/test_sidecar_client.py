@@ -181,7 +181,7 @@ async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
     await until(lambda: len(sidecar.asked) == 3)
     assert sidecar.knows == ["", name]
     known = listening.reports[uid]
-    assert known.report == dataclasses.replace(sidecar.report, tells_holdings=False)
+    assert known.report == dataclasses.replace(sidecar.report, has_holdings=False)
     assert known.holdings_at == known.answered_at
     assert known.answered_at is not None
     assert known.answered_at > told
@@ -376,7 +376,7 @@ async def test_calls_of_all_jobs_begin_a_few_at_a_time_and_who_does_not_answer_g
 
 
 def bare(report: Report) -> Report:
-    return dataclasses.replace(report, holdings=(), tells_holdings=False)
+    return dataclasses.replace(report, holdings=(), has_holdings=False)
 
 
 def first_push() -> tuple[World, Push]:

@@ -53,9 +53,9 @@ def test_report_leaves_out_what_is_held_for_who_does_not_want_it(make_world: Mak
     said = [world.call(0, "GET", f"/v1/report{query}")[1] for query in ("", "?holdings=no")]
     whole, bare = (decode(text, Report) for text in said)
     assert whole.holdings
-    assert whole.tells_holdings
+    assert whole.has_holdings
     assert not bare.holdings
-    assert not bare.tells_holdings
+    assert not bare.has_holdings
     assert bare.serial == whole.serial, "it is no news"
 
 
@@ -71,12 +71,12 @@ def test_what_is_held_is_told_once_to_who_names_what_he_knows(make_world: MakeWo
         first = asked("", 0)
         assert first.holdings
         again = asked(first.instance, first.held)
-        assert (again.holdings, again.tells_holdings, again.held) == ((), False, first.held)
+        assert (again.holdings, again.has_holdings, again.held) == ((), False, first.held)
         assert asked("another", first.held).holdings, "numbers are of one process"
         assert rank.save(20)
         until(lambda: world.holds(0, 0, Version(20, 1), Tier.LOCAL), "sealed")
     later = asked(first.instance, first.held)
-    assert later.tells_holdings
+    assert later.has_holdings
     assert later.held > first.held
     assert Version(20, 1) in {holding.version for holding in later.holdings}
 

@@ -228,7 +228,7 @@ def _objects_before_their_manifest() -> list[Patch]:
 
 
 def _silent_means_dead() -> list[Patch]:
-    real = situation.find_doubts
+    real = situation.find_suspects
 
     def hasty(obs: Any, heard: Any) -> Any:
         from tiercheck_operator.controller.members.suspicion import SuspectedPod
@@ -241,7 +241,7 @@ def _silent_means_dead() -> list[Patch]:
                 found.setdefault(pod.uid, SuspectedPod(Cause.SIDECAR_SILENT, "it is silent", obs.now, False))
         return found
 
-    return [(situation, "find_doubts", hasty)]
+    return [(situation, "find_suspects", hasty)]
 
 
 def _restart_for_nothing() -> list[Patch]:

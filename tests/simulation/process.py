@@ -167,7 +167,7 @@ class Process:
         self.tiers = TierClient(self.state, self.vault, self.replicator.acknowledged, self.uploader.uploaded)
         self.reporter = Reporter(self.state, self.vault)
         self.state.instance = name
-        self.reporter.owes = self.replicator.owes
+        self.reporter.holders_lack = self.replicator.holders_lack
         self.inbox = Inbox(self.vault, clock=lambda: world.now)
         self._lanes: list[_Lane] = []
         self._told_at = self._looked_at = -1.0

@@ -327,7 +327,7 @@ class Report:
     problems: tuple[Problem, ...] = ()
     unreachable: tuple[Unreachable, ...] = ()
     """The peers that cannot be reached, at most 16, longest silent first."""
-    owes: bool = False
+    holders_lack: bool = False
     """True if the training command does not run, and holders still lack artifacts of this worker."""
     settled: bool = False
     """True if the pod may be deleted.
@@ -340,7 +340,7 @@ class Report:
     `checkpoint.snapshot.everySteps` if given."""
     proofs: tuple[Proof, ...] = ()
     """The newest proof per tier, if every own rank has one. Failures are in `problems`."""
-    tells_holdings: bool = True
+    has_holdings: bool = True
     """False if `holdings` is left out at the client's request."""
     held: int = 0
     """The revision of `holdings`, which grows when they change; set even if they are left out.

@@ -31,7 +31,7 @@ class Patience:
 
     settle: float = 1.0
     """Seconds after a trainer failure in which a pod or node loss may still explain it."""
-    accused: float = 2.0
+    unreachable: float = 2.0
     suspect: float = 10.0
     silent: float = 60.0
     isolated: float = 30.0
@@ -275,7 +275,7 @@ class WorkerReport:
     @property
     def holdings_at(self) -> float | None:
         """The time when it last reported its holdings; None: never, or they were dropped."""
-        is_newest = self.report is not None and self.report.tells_holdings
+        is_newest = self.report is not None and self.report.has_holdings
         return self.answered_at if is_newest else self.held_at
 
 

@@ -327,7 +327,7 @@ class ControlApi:
         self._told = report.serial
         wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
         if wanted == "no" or request.query.get("held") == known:
-            report = dataclasses.replace(report, holdings=(), tells_holdings=False)
+            report = dataclasses.replace(report, holdings=(), has_holdings=False)
         response = web.Response(body=to_json(report), content_type="application/json")
         # The operator converts times in the report to its own clock with this one.
         response.headers["Date"] = email.utils.formatdate(self._state.clock(), usegmt=True)

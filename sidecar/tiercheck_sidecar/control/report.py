@@ -101,7 +101,7 @@ class Reporter:
         self._held = 1
         """A counter of the changes of `_told`."""
         self._discretion = ReportRedactor(own_credentials() | {state.config.token})
-        self.owes: Callable[[], bool] = lambda: False
+        self.holders_lack: Callable[[], bool] = lambda: False
         """Returns whether holders lack anything.
         Not reported while training runs, because they always lack the newest then."""
         self.settled: Callable[[], bool] = lambda: False
@@ -140,7 +140,7 @@ class Reporter:
                 problems=state.problems,
                 unreachable=state.peers.unreachable(),
                 held=self._held,
-                owes=state.trainer.report.state is not TrainerState.RUNNING and self.owes(),
+                holders_lack=state.trainer.report.state is not TrainerState.RUNNING and self.holders_lack(),
                 counters=state.counters,
                 snapshot_every=state.every,
                 proofs=state.proofs,

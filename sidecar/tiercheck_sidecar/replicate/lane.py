@@ -329,7 +329,7 @@ class HolderLanes(ABC):
             same = era is not None and (era.attempt, era.group) == (wanted.attempt, wanted.group)
             return [(holder.worker, self._has.get(holder, {}) if same else {}) for holder in wanted.holders]
 
-    def owes(self) -> bool:
+    def holders_lack(self) -> bool:
         """Returns whether a holder lacks anything that it should have."""
         era = self._era
         return era is not None and any(

@@ -432,7 +432,7 @@ def test_directive_is_the_same_however_often_it_is_decided_upon() -> None:
 def bare(known: WorkerReport) -> WorkerReport:
     report = known.report
     assert isinstance(report, Report)
-    return replace(known, report=replace(report, holdings=(), tells_holdings=False))
+    return replace(known, report=replace(report, holdings=(), has_holdings=False))
 
 
 class Terse(World):

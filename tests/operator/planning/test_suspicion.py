@@ -7,22 +7,22 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck_operator.model.observed import Patience
 from tiercheck_operator.planning.suspicion import (
-    Limits,
     PodEvidence,
     Training,
     UnreachableReport,
     find_suspected_pods,
 )
 
-LIMITS = Limits(accused=2, suspect=10, silent=60, isolated=30)
+LIMITS = Patience(unreachable=2, suspect=10, silent=60, isolated=30)
 
 
 def pods(count: int, per_node: int = 1) -> list[PodEvidence]:
     return [PodEvidence(f"p{index}", f"n{index // per_node}") for index in range(count)]
 
 
-def accusing(
+def reporting(
     witness: PodEvidence, *named: str, seconds: float = 5.0, host_silent: bool = True
 ) -> PodEvidence:
     return replace(
@@ -32,7 +32,7 @@ def accusing(
 
 def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
     a, b, c = pods(3)
-    seen = [accusing(a, "p2"), b, replace(c, silent=3.0)]
+    seen = [reporting(a, "p2"), b, replace(c, silent=3.0)]
     found = find_suspected_pods(seen, LIMITS)
     assert set(found) == {"p2"}
     assert found["p2"].reporters == ("p0",)
@@ -42,10 +42,10 @@ def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
 def test_peers_silence_counts_once_it_has_lasted_as_long_as_ours_must() -> None:
     """A sidecar says so at once, so that both may wait at the same time."""
     a, b, c = pods(3)
-    late = accusing(a, "p2", seconds=1.9)
+    late = reporting(a, "p2", seconds=1.9)
     assert find_suspected_pods([late, b, replace(c, silent=3.0)], LIMITS) == {}
     assert find_suspected_pods([late, b, replace(c, silent=59.0)], LIMITS) == {}
-    assert set(find_suspected_pods([accusing(a, "p2", seconds=2.1), b, replace(c, silent=2.1)], LIMITS)) == {
+    assert set(find_suspected_pods([reporting(a, "p2", seconds=2.1), b, replace(c, silent=2.1)], LIMITS)) == {
         "p2"
     }
 
@@ -53,12 +53,12 @@ def test_peers_silence_counts_once_it_has_lasted_as_long_as_ours_must() -> None:
 def test_nodes_that_fail_together_are_given_up_together() -> None:
     """The first of a rack is silent a moment before the second: a new pod must not go to that one."""
     a, b, c, d = pods(4)
-    first = accusing(a, "p2")
+    first = reporting(a, "p2")
     asked = replace(d, heard=6.0)
     assert find_suspected_pods([first, b, replace(c, silent=3.0), asked], LIMITS) == {}, (
         "p3 has not answered since"
     )
-    both = accusing(a, "p2", "p3")
+    both = reporting(a, "p2", "p3")
     assert set(find_suspected_pods([both, b, replace(c, silent=3.0), replace(d, silent=2.5)], LIMITS)) == {
         "p2",
         "p3",
@@ -83,7 +83,7 @@ def test_silence_alone_takes_a_minute_and_broken_training_shortens_it() -> None:
 
 def test_sidecar_that_is_closed_is_given_the_time_to_start_again() -> None:
     a, b = pods(2)
-    seen = [accusing(a, "p1", host_silent=False), replace(b, silent=9.0)]
+    seen = [reporting(a, "p1", host_silent=False), replace(b, silent=9.0)]
     assert find_suspected_pods(seen, LIMITS) == {}
     seen[1] = replace(b, silent=11.0)
     found = find_suspected_pods(seen, LIMITS)
@@ -93,50 +93,50 @@ def test_sidecar_that_is_closed_is_given_the_time_to_start_again() -> None:
 
 def test_one_confused_peer_moves_nobody_who_answers() -> None:
     a, b, c, d = pods(4)
-    assert find_suspected_pods([accusing(a, "p1", "p2", "p3", seconds=1e6), b, c, d], LIMITS) == {}
+    assert find_suspected_pods([reporting(a, "p1", "p2", "p3", seconds=1e6), b, c, d], LIMITS) == {}
 
 
 def test_accusations_of_the_silent_do_not_count() -> None:
     a, b, c = pods(3)
-    seen = [replace(accusing(a, "p1"), silent=3.0), replace(b, silent=3.0), c]
+    seen = [replace(reporting(a, "p1"), silent=3.0), replace(b, silent=3.0), c]
     assert find_suspected_pods(seen, LIMITS) == {}
 
 
 def test_late_answer_between_others_hides_no_node_that_is_cut_off() -> None:
     seen = pods(6, per_node=2)
-    seen[2] = accusing(seen[2], "p0", seconds=40)
-    seen[4] = accusing(seen[4], "p1", seconds=40)
+    seen[2] = reporting(seen[2], "p0", seconds=40)
+    seen[4] = reporting(seen[4], "p1", seconds=40)
     found = find_suspected_pods(seen, LIMITS)
-    seen[3] = accusing(seen[3], "p5", seconds=0.4)
+    seen[3] = reporting(seen[3], "p5", seconds=0.4)
     assert find_suspected_pods(seen, LIMITS) == found != {}
 
 
 def test_node_that_no_other_node_reaches_is_given_up_with_all_its_pods() -> None:
     seen = pods(6, per_node=2)
-    seen[2] = accusing(seen[2], "p0", seconds=40)
-    seen[4] = accusing(seen[4], "p1", seconds=40)
+    seen[2] = reporting(seen[2], "p0", seconds=40)
+    seen[4] = reporting(seen[4], "p1", seconds=40)
     found = find_suspected_pods(seen, LIMITS)
     assert set(found) == {"p0", "p1"}
     assert all(suspicion.answers for suspicion in found.values())
-    seen[4] = accusing(seen[4], "p1", seconds=20)
+    seen[4] = reporting(seen[4], "p1", seconds=20)
     assert find_suspected_pods(seen, LIMITS) == {}, "it may pass"
 
 
 def test_node_is_believed_about_its_own_isolation_only_if_another_one_agrees() -> None:
     a, b, c, d = pods(4)
-    alone = accusing(a, "p1", "p2", seconds=40)
+    alone = reporting(a, "p1", "p2", seconds=40)
     assert find_suspected_pods([alone, b, c, d], LIMITS) == {}
-    assert set(find_suspected_pods([alone, accusing(b, "p0", seconds=40), c, d], LIMITS)) == {"p0"}
+    assert set(find_suspected_pods([alone, reporting(b, "p0", seconds=40), c, d], LIMITS)) == {"p0"}
 
 
 def test_network_that_falls_apart_in_the_middle_gives_up_nobody() -> None:
     a, b, c, d = pods(4)
     far = {"seconds": 1e6}
     seen = [
-        accusing(a, "p2", "p3", **far),
-        accusing(b, "p2", "p3", **far),
-        accusing(c, "p0", "p1", **far),
-        accusing(d, "p0", "p1", **far),
+        reporting(a, "p2", "p3", **far),
+        reporting(b, "p2", "p3", **far),
+        reporting(c, "p0", "p1", **far),
+        reporting(d, "p0", "p1", **far),
     ]
     assert find_suspected_pods(seen, LIMITS) == {}
 
@@ -144,15 +144,15 @@ def test_network_that_falls_apart_in_the_middle_gives_up_nobody() -> None:
 def test_side_that_we_cannot_hear_is_the_only_one_given_up() -> None:
     a, b, c, d = pods(4)
     seen = [
-        accusing(a, "p2", "p3"), accusing(b, "p2", "p3"),
-        replace(accusing(c, "p0", "p1"), silent=3.0), replace(accusing(d, "p0", "p1"), silent=3.0),
+        reporting(a, "p2", "p3"), reporting(b, "p2", "p3"),
+        replace(reporting(c, "p0", "p1"), silent=3.0), replace(reporting(d, "p0", "p1"), silent=3.0),
     ]  # fmt: skip
     assert set(find_suspected_pods(seen, LIMITS)) == {"p2", "p3"}
 
 
 def test_most_of_a_job_is_not_given_up_in_seconds() -> None:
     a, b, c = pods(3)
-    seen = [accusing(a, "p1", "p2"), replace(b, silent=30.0), replace(c, silent=30.0)]
+    seen = [reporting(a, "p1", "p2"), replace(b, silent=30.0), replace(c, silent=30.0)]
     assert find_suspected_pods(seen, LIMITS) == {}
     assert set(find_suspected_pods([seen[0], replace(b, silent=61.0), replace(c, silent=61.0)], LIMITS)) == {
         "p1",
@@ -162,14 +162,14 @@ def test_most_of_a_job_is_not_given_up_in_seconds() -> None:
 
 def test_host_that_takes_our_connection_is_not_dead_however_long_its_sidecar_has_no_time_for_peers() -> None:
     a, b, c = pods(3)
-    seen = [accusing(a, "p2"), b, replace(c, silent=8.0, host_answers=True)]
+    seen = [reporting(a, "p2"), b, replace(c, silent=8.0, host_answers=True)]
     assert find_suspected_pods(seen, LIMITS) == {}, "a busy node"
     assert set(find_suspected_pods([*seen[:2], replace(seen[2], silent=11.0)], LIMITS)) == {"p2"}
 
 
 def test_step_of_training_vouches_for_all_who_take_part() -> None:
     a, b, c = pods(3)
-    seen = [accusing(a, "p2"), b, replace(c, silent=1e6)]
+    seen = [reporting(a, "p2"), b, replace(c, silent=1e6)]
     assert find_suspected_pods(seen, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
     found = find_suspected_pods(seen, LIMITS, Training(stepped=3.0, pace=1.0))
     assert found["p2"].seconds == 3.0, "since the last step"
@@ -182,15 +182,15 @@ def test_steps_that_take_long_are_given_the_time_where_nothing_else_is_known() -
     slow = Training(stepped=70.0, pace=40.0)
     assert find_suspected_pods([a, replace(b, silent=1e6)], LIMITS, slow) == {}
     assert (
-        find_suspected_pods([accusing(a, "p1", host_silent=False), replace(b, silent=1e6)], LIMITS, slow)
+        find_suspected_pods([reporting(a, "p1", host_silent=False), replace(b, silent=1e6)], LIMITS, slow)
         == {}
     )
-    assert set(find_suspected_pods([accusing(a, "p1"), replace(b, silent=1e6)], LIMITS, slow)) == {"p1"}
+    assert set(find_suspected_pods([reporting(a, "p1"), replace(b, silent=1e6)], LIMITS, slow)) == {"p1"}
 
 
 def test_sidecar_that_its_kubelet_starts_again_is_waited_for() -> None:
     a, b = pods(2)
-    closed = accusing(a, "p1", host_silent=False)
+    closed = reporting(a, "p1", host_silent=False)
     for held in (300.0, 10.0, 0.0, -1e6):
         assert find_suspected_pods([closed, replace(b, silent=1e6, held=held)], LIMITS) == {}, (
             "nothing waits for it"
@@ -201,14 +201,14 @@ def test_sidecar_that_its_kubelet_starts_again_is_waited_for() -> None:
         assert bool(find_suspected_pods(seen, LIMITS, waits)) is given_up
         seen[0] = replace(a, failed=True)
         assert bool(find_suspected_pods(seen, LIMITS)) is given_up
-    assert set(find_suspected_pods([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {
+    assert set(find_suspected_pods([reporting(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {
         "p1"
     }, "its host died"
 
 
 @st.composite
 def sights(draw: st.DrawFn) -> list[PodEvidence]:
-    """Any job, any silence, any accusations."""
+    """Any job, any silence, any reports."""
     count = draw(st.integers(1, 8))
     per_node = draw(st.integers(1, 3))
     seconds = st.sampled_from([0.0, 1.0, 3.0, 11.0, 31.0, 61.0, 1e6])
@@ -256,7 +256,7 @@ def test_never_everybody_and_never_on_one_word(seen: list[PodEvidence], training
             )
         else:
             assert witness.silent is not None
-            assert witness.silent > LIMITS.accused or witness.held is not None
+            assert witness.silent > LIMITS.unreachable or witness.held is not None
     # Given up although they answer: the pods of one node, and fewer than half of the job.
     alive = [pod for pod, suspicion in found.items() if suspicion.answers]
     assert len({by_name[pod].node for pod in alive}) <= 1

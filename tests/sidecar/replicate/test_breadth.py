@@ -268,7 +268,7 @@ def test_evicted_sidecar_brings_its_holder_the_last_version_before_it_ends(make_
     world.launch()
     save_slowly(world)
     assert not world.holds(0, 1, Version(1, 1)), "its copy is still under way"
-    assert world.report(1).owes, "and the controller waits for it"
+    assert world.report(1).holders_lack, "and the controller waits for it"
     assert world.terminate(1) == 0
     assert world.holds(0, 1, Version(1, 1))
 

@@ -121,7 +121,7 @@ def waiting_for_hand_over(situation: Situation) -> Waiting | None:
         left = since + situation.patience.hand_over - situation.now
         mine = known.silent_since is None and known.report.attempt == situation.job.status.attempt
         trains = known.report.trainer.state is TrainerState.RUNNING
-        if mine and (trains or known.report.owes) and left > 0:
+        if mine and (trains or known.report.holders_lack) and left > 0:
             does = "still trains" if trains else "brings its holders what they lack"
             said = f"{pod.name} is being ended, and {does}"
             return Waiting(conditions.HANDING_OVER, said, min(left, 1.0), (ProbeSidecar(pod.uid),))

@@ -195,7 +195,7 @@ def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
     if begun is not None and obs.now - begun > _HAND_OVER:
         return False
     unheard = restored and report.watermarks.local is None and not obs.job.status.resized_from
-    return report.owes or unheard
+    return report.holders_lack or unheard
 
 
 def _bar(obs: Observation, report: Report) -> SuspectedPod | None:

@@ -95,11 +95,11 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     seconds = obs.now - known.silent_since
     if pod.uid not in obs.attempt_pods:  # it holds nothing
         return seconds > (
-            patience.accused if any(is_answering(obs, other) for other in obs.living) else patience.silent
+            patience.unreachable if any(is_answering(obs, other) for other in obs.living) else patience.silent
         )
     members = [other for other in obs.living if other.uid in obs.attempt_pods]
     answering = sum(is_answering(obs, other) for other in members)
-    limit = patience.silent if 2 * answering < len(members) else patience.accused
+    limit = patience.silent if 2 * answering < len(members) else patience.unreachable
     job = describe_training(obs)
     return answering > 0 and seconds > limit and job.stepped > max(limit, _PACES * job.pace)
 
@@ -175,7 +175,7 @@ def _away(obs: Observation, pod: PodView) -> bool:
     if seconds is None:
         return False
     refused = obs.reports[pod.uid].host is HostProbe.REFUSED
-    return pod.sidecar.restarting or refused or seconds > obs.patience.accused
+    return pod.sidecar.restarting or refused or seconds > obs.patience.unreachable
 
 
 def describe_silent_sidecars(obs: Observation) -> Finding | None:

@@ -19,7 +19,6 @@ from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.conditions import Cause, listed
 from tiercheck_operator.model.observed import ContainerState, HostProbe, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
-    Limits,
     PodEvidence,
     Suspicion,
     Training,
@@ -123,7 +122,7 @@ def collect_evidence(obs: Observation) -> Evidence:
     return Evidence(running, [_evidence_of(obs, pod, homes) for pod in running], describe_training(obs))
 
 
-def find_doubts(obs: Observation, evidence: Evidence) -> dict[str, SuspectedPod]:
+def find_suspects(obs: Observation, evidence: Evidence) -> dict[str, SuspectedPod]:
     """Returns the pods to give up, by UID. Never all running pods: then the operator is cut off."""
     running, pod_evidence = evidence.running, evidence.pod_evidence
     pods = {pod.uid: pod for pod in running}
@@ -131,7 +130,7 @@ def find_doubts(obs: Observation, evidence: Evidence) -> dict[str, SuspectedPod]
     if not any(witness.silent is not None or witness.unreachable_peers for witness in pod_evidence):
         return {}
     found = {}
-    for uid, suspicion in find_suspected_pods(pod_evidence, _limits(obs), evidence.training).items():
+    for uid, suspicion in find_suspected_pods(pod_evidence, obs.patience, evidence.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have reported processes that are gone.
@@ -155,8 +154,10 @@ def due_probes(obs: Observation, evidence: Evidence) -> list[ProbeSidecar]:
     running, pod_evidence = evidence.running, evidence.pod_evidence
     named = {entry.pod for witness in pod_evidence for entry in witness.unreachable_peers}
     silent = [witness for witness in pod_evidence if witness.silent is not None]
-    limits, trained = _limits(obs), evidence.training
-    last = [find_unconfirmed(pod_evidence, seconds_quiet(witness, trained), limits) for witness in silent]
+    trained = evidence.training
+    last = [
+        find_unconfirmed(pod_evidence, seconds_quiet(witness, trained), obs.patience) for witness in silent
+    ]
     at_once = set[str]().union(*last)
     if silent:
         shortest = min(witness.silent or 0.0 for witness in silent)
@@ -195,13 +196,6 @@ def quiet_nodes(evidence: Evidence) -> frozenset[str]:
         witness.node
         for witness in evidence.pod_evidence
         if witness.held is None and (witness.silent is not None or witness.pod in unreachable)
-    )
-
-
-def _limits(obs: Observation) -> Limits:
-    patience = obs.patience
-    return Limits(
-        accused=patience.accused, suspect=patience.suspect, silent=patience.silent, isolated=patience.isolated
     )
 
 

@@ -15,7 +15,7 @@ from tiercheck_operator.controller.members.membership import (
     find_spares,
     note_places,
 )
-from tiercheck_operator.controller.members.suspicion import Evidence, collect_evidence, find_doubts
+from tiercheck_operator.controller.members.suspicion import Evidence, collect_evidence, find_suspects
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import Observation, PodView
@@ -43,7 +43,7 @@ class Situation(Observation):
     @cached_property
     def membership(self) -> Membership:
         """Returns which pods are the job's workers, and which were lost."""
-        return find_members(self, find_doubts(self, self.evidence))
+        return find_members(self, find_suspects(self, self.evidence))
 
     @cached_property
     def members(self) -> Mapping[int, PodView]:

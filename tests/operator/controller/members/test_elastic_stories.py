@@ -526,8 +526,8 @@ def test_copy_that_was_found_bad_is_not_used_though_its_worker_has_another_numbe
     world = elastic(workers=4, least=2, copies=3)
     newest = world.committed
     assert newest is not None
-    accuser = world.sidecars[pod_of(world, 0)]
-    accuser.quarantined = tuple(Quarantined(1, newest, worker, "digest mismatch") for worker in (0, 2, 3))
+    reporter = world.sidecars[pod_of(world, 0)]
+    reporter.quarantined = tuple(Quarantined(1, newest, worker, "digest mismatch") for worker in (0, 2, 3))
     shrunk(world, 1)
     _, version = begun(world)
     assert version < newest, "rank 1 has no good copy of the newest version left"

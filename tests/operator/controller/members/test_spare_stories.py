@@ -431,7 +431,7 @@ def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
     world.evict(old)
     world.dying[old] = world.now + 60
     sidecar, said = world.sidecars[old], world.sidecars[old].report
-    sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
+    sidecar.report = lambda: replace(said(), holders_lack=True)  # type: ignore[method-assign]
     world.train(4, attempt=1)
     assert world.condition("Restoring").reason == "HandingOver"
     world.until("Running", attempt=2)
