@@ -181,11 +181,6 @@ class ExchangeServer:
         self._listeners.start()
         self._state.threads.loop("exchange-sweep", self._sweep)
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Returns the pod's IP address and the port at which it listens."""
-        return self._listeners.address
-
     def stop(self) -> None:
         self._listeners.stop()
 

@@ -104,13 +104,6 @@ class Block:
                 self._over = self._over or not done  # the block's content is unknown
                 self._idle.notify_all()
 
-    def missing(self, rank: int) -> tuple[int, ...]:
-        """Returns a member's chunks that are not folded in. Raises BlockGone."""
-        with self._idle:
-            if self._over and not self._sealing:
-                raise BlockGone
-            return tuple(sorted(self._missing[rank]))
-
     def seal(self) -> bool:
         """Seals the block if complete; True only to the call that did. Raises OSError; then it is gone."""
         with self._idle:

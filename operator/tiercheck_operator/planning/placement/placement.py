@@ -74,10 +74,6 @@ class Placement:
     groups: tuple[CodeGroup, ...] = ()
     """The parity groups, if there is parity in place of copies; then there are no `holders`."""
 
-    def hosted(self, worker: int) -> tuple[int, ...]:
-        """Returns the owners of the copies that `worker` holds."""
-        return tuple(owner for owner, kept in enumerate(self.holders) if worker in kept)
-
 
 @dataclass(frozen=True)
 class Unplaceable:
