@@ -36,6 +36,7 @@ import torch.distributed.checkpoint.state_dict_saver as saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tiercheck.protocol.local import DeclineDeltas, ReportRestored
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer import process
 from tiercheck.trainer.backends.backend import (
@@ -75,10 +76,9 @@ class Storage:
         """This rank's number, and the number of ranks in the job."""
         backend = open_backend(folder, keep, run="")
         self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
-        self._failure_reporter: FailureReporter | None = None
+        self._failure_reporter = None if backend.is_folder else FailureReporter(backend.report)
         if not backend.is_folder:
             process.answer_with_stacks()
-            self._failure_reporter = FailureReporter(backend.failing)
         self.process_group: dist.ProcessGroup | None = (
             dist.new_group(backend="gloo") if is_distributed() else None
         )
@@ -92,7 +92,7 @@ class Storage:
         self._pid = os.getpid()
         self._offer: Offer | None = backend.find()
         with self._slots.lock:
-            backend.no_deltas("saves by torch.distributed.checkpoint have no deltas")
+            backend.report(DeclineDeltas("saves by torch.distributed.checkpoint have no deltas"))
         self._stop = threading.Event()
         if not backend.is_folder:
             begin(
@@ -235,7 +235,7 @@ class Storage:
                     "first save, or give another folder to begin anew",
                 )
             with self._slots.lock:
-                self._backend.restored(self.start)
+                self._backend.report(ReportRestored(self.start))
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"planner": self.planner(), "process_group": self.process_group, **given}

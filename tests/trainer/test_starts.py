@@ -334,7 +334,7 @@ def test_second_training_of_a_process_in_a_cluster_is_not_saved_and_says_so(
 SCRIPT = """
 import sys
 from tiercheck.trainer.process import FailureReporter
-FailureReporter(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{code}\\n"))
+FailureReporter(lambda said: sys.stdout.write(f"{said.reason}|{said.message}|{said.exit_code}\\n"))
 """
 
 

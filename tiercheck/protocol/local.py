@@ -126,7 +126,7 @@ class ReportRestored:
 
 @dataclass(frozen=True)
 class ReportResume:
-    """Reports how steps trained again after the restore compare: the fields of `report.ResumeProof`."""
+    """Reports how steps trained again after the restore compare; `report.ResumeProof` has its fields."""
 
     op: ClassVar[str] = "resume"
     step: int

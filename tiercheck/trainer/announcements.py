@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from tiercheck.protocol.local import ReportResume
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.backends.backend import Backend, Offer, log
-from tiercheck.trainer.proof.resume import PAGE, Verdict
+from tiercheck.trainer.proof.resume import PAGE
 from tiercheck.trainer.save.saver import Saver
 
 SECOND = (
@@ -31,7 +32,7 @@ class Announcements:
     def print_start(
         self,
         offer: Offer | None,
-        verdict: Verdict | None,
+        verdict: ReportResume | None,
         *,
         left_out: str,
         ended: int,
@@ -61,24 +62,21 @@ class Announcements:
                 "; ".join(changes),
             )
         if verdict is not None:
-            self._report(verdict)
+            self._saver.report(verdict)
 
-    def report_verdict(self, verdict: Verdict) -> None:
-        """Prints and reports how the steps that were trained again compare with the previous run."""
+    def report_verdict(self, verdict: ReportResume, is_suspicious: bool = False) -> None:
+        """Prints and reports how the steps that were trained again compare with the previous run.
+
+        `is_suspicious`: nothing could be compared, and there is evidence against the resume."""
         again = f"{verdict.steps} step{'s' * (verdict.steps != 1)} trained again"
         begin = f"resumed at {self._where}"
         if verdict.exact is Exact.PROVEN:
             self._print(f"{begin}; {again}, bitwise equal")
-        elif verdict.exact is Exact.DIFFERS or verdict.warn:
+        elif verdict.exact is Exact.DIFFERS or is_suspicious:
             log.warning("%s: %s; see %s", begin, verdict.message, PAGE)
         else:
             self._print(f"{begin}; not comparable: {verdict.message}")
-        self._report(verdict)
-
-    def _report(self, verdict: Verdict) -> None:
-        self._saver.report_resume(
-            verdict.step, verdict.exact, verdict.steps, verdict.message, verdict.suspected
-        )
+        self._saver.report(verdict)
 
     def _print(self, line: str) -> None:
         if self._rank == 0:

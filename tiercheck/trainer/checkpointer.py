@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tiercheck.protocol.local import ReportFailing, ReportRestored
 from tiercheck.protocol.names import ENV_RUN_DIR, STEP_SUSPECTED
 from tiercheck.trainer import process
 from tiercheck.trainer.announcements import SECOND, Announcements, StepProgress
@@ -136,7 +137,8 @@ class Checkpointer:
         self._open(found)
         if os.environ.get(ENV_RUN_DIR):
             process.answer_with_stacks()
-            self._failure_reporter = FailureReporter(self._report_failing)
+            # Each attempt in this process has a backend of its own.
+            self._failure_reporter = FailureReporter(lambda failure: self._backend.report(failure))  # noqa: PLW0108
         self._trained.check()
         self._claim = Claim(self._backend.place, name_of(run))
         self._loop = StepLoop(
@@ -261,7 +263,8 @@ class Checkpointer:
             self.step_number = self._saved = loaded.version.step
         elif (function := entered()) is not None and function.is_again:
             raise RestoreError("there is no version to go back to, and what the script began with is gone")
-        backend.restored(self.step_number)  # before the saver's thread asks the sidecar for slots
+        # Before the saver's thread asks the sidecar for slots.
+        backend.report(ReportRestored(self.step_number))
         if loaded is None:
             capturing.start(None)
         else:
@@ -416,7 +419,7 @@ class Checkpointer:
         message = f"step {self.step_number} is suspected: {self._suspicion[:500]}{again if same else ''}"
         self._suspicion, self._clean = "", False
         self._backend.flush()
-        self._report_failing(STEP_SUSPECTED, message, 1)
+        self._backend.report(ReportFailing(STEP_SUSPECTED, message, 1))
         raise StepSuspected(message)
 
     def alive(self) -> None:
@@ -458,9 +461,6 @@ class Checkpointer:
         if self._failure_reporter is not None:
             self._failure_reporter.close()
         self._claim.release()
-
-    def _report_failing(self, reason: str, message: str, exit_code: int) -> None:
-        self._backend.failing(reason, message, exit_code)
 
     def _end_attempt(self) -> None:
         """Ends what belongs to the attempt that is over. Raises RestoreError if it does not end."""

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from tiercheck.protocol.local import ReportFailing
 from tiercheck.protocol.names import (
     COLLECTIVE_FAILED,
     EXITED,
@@ -146,18 +147,18 @@ def exit_code_of(error: BaseException) -> int:
 class FailureReporter:
     """Reports the error that ends this process, once; then calls the previous excepthook. Never raises."""
 
-    def __init__(self, tell: Callable[[str, str, int], None]) -> None:
-        self._tell = tell
-        self._said = False
+    def __init__(self, send: Callable[[ReportFailing], None]) -> None:
+        self._send = send
+        self._is_sent = False
         self._before: Excepthook = sys.excepthook
         self._ours: Excepthook = self._hook
         sys.excepthook = self._ours
 
     def report(self, error: BaseException) -> None:
         code = exit_code_of(error)
-        if not self._said and code and not isinstance(error, KeyboardInterrupt):
-            self._said = True
-            self._tell(reason_of(error), describe_error(error), code)
+        if not self._is_sent and code and not isinstance(error, KeyboardInterrupt):
+            self._is_sent = True
+            self._send(ReportFailing(reason_of(error), describe_error(error), code))
 
     def close(self) -> None:
         if sys.excepthook is self._ours:

@@ -36,7 +36,9 @@ Verdicts = list[tuple[int, Exact, int, str]]
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> Verdicts:
     found: Verdicts = []
-    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict[:4]))
+    monkeypatch.setattr(
+        Saver, "report", lambda _, each: each.op == "resume" and found.append((*vars(each).values(),)[:4])
+    )
     return found
 
 
@@ -419,7 +421,9 @@ def test_of_a_suspected_step_every_bit_is_compared_and_not_a_sample(
         monkeypatch.setattr(slot_file, "page_lock", lambda address, size: ((address,), ""))
         monkeypatch.setattr(slot_file, "release", lambda pieces: None)
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict))
+    monkeypatch.setattr(
+        Saver, "report", lambda _, each: each.op == "resume" and found.append((*vars(each).values(),))
+    )
     run = Run(adam, tmp_path / "a", every=EVERY)
     run.checkpointer.restore()
     run.train(KILLED - 1)

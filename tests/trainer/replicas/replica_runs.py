@@ -215,7 +215,9 @@ def train_proved(folder: Path, steps: int, forget: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    FolderBackend.resumed = lambda _, step, exact, *rest: say(resumed=exact.value, message=rest[1])  # type: ignore[method-assign]
+    FolderBackend.report = lambda _, each: (  # type: ignore[method-assign]
+        each.op == "resume" and say(resumed=each.exact.value, message=each.message)
+    )
     if forget:
         BucketLayout.put_back = lambda *_: None  # type: ignore[method-assign]
     torch.manual_seed(0)

@@ -132,8 +132,8 @@ def test_shares_of_different_snapshots_are_not_put_together_and_the_older_one_st
     given_up: list[tuple[int, Kind]] = []
 
     class Recorder(Backend):
-        def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-            given_up.append((step, kind))
+        def report(self, report: Any) -> None:
+            given_up.append((report.step, report.kind))
 
     Recorder.__abstractmethods__ = frozenset()
     restoring = Restoring(None, Recorder())  # type: ignore[arg-type, abstract]

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from tiercheck.protocol.artifacts.pieces import Box, Piece
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.report import Exact
+from tiercheck.protocol.local import (
+    DeclineDeltas,
+    ReportCannotSave,
+    ReportFailing,
+    ReportMismatch,
+    ReportRestored,
+    ReportResume,
+)
 from tiercheck.protocol.version import Kind, Version
 
 if TYPE_CHECKING:
@@ -127,6 +134,9 @@ class Offer:
     """A function for the slots of all of them (`resharding.SavedRanks`); None: only the own is readable."""
 
 
+RankReport = ReportRestored | ReportResume | ReportMismatch | ReportFailing | ReportCannotSave | DeclineDeltas
+
+
 class Backend(Protocol):
     """The interface to where artifacts go. Reports are dropped unless a backend overrides the method.
 
@@ -177,23 +187,8 @@ class Backend(Protocol):
         """
         ...
 
-    def restored(self, step: int) -> None:
-        """Records that the offer was loaded (training thread)."""
-        return
-
-    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        """Reports how the steps trained again after `step` compare with the previous run (training thread).
-
-        `suspected`: what differs is a step that was suspected. Never raises.
-        """
-        return
-
-    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        """Reports a delta or snapshot of `step` that did not give the state that was saved. Never raises.
-
-        Called by the training thread, before the first step. A snapshot is also reported if its replicas
-        differed.
-        """
+    def report(self, report: RankReport) -> None:
+        """Reports what the message says, from any thread. Never raises."""
         return
 
     def reserve(self, size: int, delta_size: int) -> None:
@@ -216,27 +211,11 @@ class Backend(Protocol):
         """Reports that a snapshot due after `step` is not taken, so that none waits for it. Never raises."""
         return
 
-    def no_deltas(self, message: str, since: int = 0) -> None:
-        """Reports why this rank takes no deltas; empty: it takes them again. Never raises.
-
-        `since`: those of this step and later ones, of this process, must not be replayed either; 0: nothing
-        is known against them.
-        """
-        return
-
-    def cannot_save(self, message: str) -> None:
-        """Reports why nothing of this rank can be saved; empty: it can again. Never raises."""
-        return
-
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         """Reports that `step` was reached, the last `not_finite` steps refused. Never blocks, never raises.
 
         Called by the training thread.
         """
-        return
-
-    def failing(self, reason: str, message: str, exit_code: int) -> None:
-        """Reports why this process is about to end with `exit_code`. Never raises."""
         return
 
     def flush(self) -> bool:

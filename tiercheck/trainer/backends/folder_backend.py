@@ -81,10 +81,10 @@ class FolderBackend(Backend):
             unfinished.unlink(missing_ok=True)
         if version is None:
             return None
-        own = str(self._data(self._rank, version)) if world == self._world_size else ""
+        own = str(self.path_of(self._rank, version)) if world == self._world_size else ""
 
         def borrow(rank: int, _: Ranges) -> str:
-            return str(self._data(rank, version, world))
+            return str(self.path_of(rank, version, world))
 
         return Offer(version, own, world_size=world, source=str(self._folder), borrow=borrow)
 
@@ -95,12 +95,8 @@ class FolderBackend(Backend):
             raise FileExistsError(f"{version} is saved already")
         self._remove(version)
 
-    def path_of(self, rank: int, version: Version) -> Path:
-        """Returns the path of a rank's snapshot, if it is there."""
-        return self._data(rank, version)
-
     def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
-        path = self._data(self._rank, self._version(step)).with_suffix(".tmp")
+        path = self.path_of(self._rank, self._version(step)).with_suffix(".tmp")
         try:
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +118,7 @@ class FolderBackend(Backend):
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
             record = {"size": size, "chunk": _CHUNK, "crc32": _checksums(Path(path))}
-            os.rename(path, self._data(self._rank, version))
+            os.rename(path, self.path_of(self._rank, version))
             temporary = self._record(self._rank, version).with_suffix(".json.tmp")
             with open(temporary, "w") as file:
                 json.dump(record, file)
@@ -163,7 +159,7 @@ class FolderBackend(Backend):
         return max(set.intersection(*gather_from_all(mine)), default=None)
 
     def _intact(self, rank: int, version: Version, world: int) -> bool:
-        path = self._data(rank, version, world)
+        path = self.path_of(rank, version, world)
         try:
             record = parse_json(self._record(rank, version, world).read_bytes())
             same_size = path.stat().st_size == record["size"]
@@ -203,7 +199,7 @@ class FolderBackend(Backend):
     def _remove(self, version: Version, rank: int | None = None, world: int | None = None) -> None:
         rank = self._rank if rank is None else rank
         self._record(rank, version, world).unlink(missing_ok=True)
-        self._data(rank, version, world).unlink(missing_ok=True)
+        self.path_of(rank, version, world).unlink(missing_ok=True)
 
     def _version(self, step: int) -> Version:
         return Version(step, self.attempt)
@@ -211,7 +207,8 @@ class FolderBackend(Backend):
     def _place(self, rank: int, world: int | None = None) -> Path:
         return self._folder / f"rank-{rank}-of-{world or self._world_size}"
 
-    def _data(self, rank: int, version: Version, world: int | None = None) -> Path:
+    def path_of(self, rank: int, version: Version, world: int | None = None) -> Path:
+        """Returns the path of a rank's snapshot, if it is there."""
         return self._place(rank, world) / f"{version_name(version)}.safetensors"
 
     def _record(self, rank: int, version: Version, world: int | None = None) -> Path:

@@ -24,19 +24,15 @@ from tiercheck.protocol.local import (
     Hello,
     Reply,
     ReportCannotSave,
-    ReportFailing,
-    ReportMismatch,
     ReportProgress,
     ReportRestored,
-    ReportResume,
     Request,
     ReserveSlots,
     Welcome,
 )
 from tiercheck.protocol.names import ENV_ATTEMPT, ENV_JOINS, SOCKET_NAME
-from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.backends.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
+from tiercheck.trainer.backends.backend import Offer, Ranges, RankReport, RestoreError, Skipped, WarnOnce
 
 T = TypeVar("T")
 
@@ -64,11 +60,7 @@ class SidecarLink:
         except OSError as error:
             self.close()
             raise LinkBroken(f"{path}: {error.strerror or error}") from error
-        self.welcome = self._exchange(to_json(hello), Welcome, timeout)
-
-    def ask(self, request: Request, timeout: float) -> Reply:
-        """Sends a request and waits for the answer. Raises LinkBroken."""
-        return self._exchange(to_json(request), Reply, timeout)
+        self.welcome = self.exchange(hello, Welcome, timeout)
 
     def send_nowait(self, request: Request) -> bool:
         """Sends without waiting for anything; False if not possible right now. Raises LinkBroken."""
@@ -91,11 +83,12 @@ class SidecarLink:
         self.closed = True
         self._socket.close()
 
-    def _exchange(self, message: bytes, answer: type[T], timeout: float) -> T:
+    def exchange(self, message: Hello | Request, answer: type[T], timeout: float) -> T:
+        """Sends a message and waits for the answer. Raises LinkBroken."""
         deadline = time.monotonic() + timeout
         try:
             with self._sending:
-                self._send(message + b"\n", deadline)
+                self._send(to_json(message) + b"\n", deadline)
             return from_json(self._line(deadline), answer)
         except (OSError, Malformed) as error:
             self.close()
@@ -147,6 +140,9 @@ class SidecarBackend:
     patience: float | None = 1.0
     left_out = ""
     is_folder = False
+    delta = DeltaMode.NONE
+    sanity_gate = True
+    verify_all = False
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         self._path = run_dir / SOCKET_NAME
@@ -161,10 +157,8 @@ class SidecarBackend:
         self.fenced = False
         """True once a newer attempt is on its way: nothing of this process is wanted any more."""
         self._link: SidecarLink | None = None
-        self._welcome: Welcome | None = None
-        self._restored_step: int | None = None
-        self._no_deltas = DeclineDeltas()
-        self._lacking = ""
+        self._lasting: dict[type, ReportRestored | DeclineDeltas | ReportCannotSave] = {}
+        """The newest report of each kind that a new connection has to repeat."""
         self._reserved: tuple[int, int | None] = (0, 0)
         self._wanted = (0, 0)
         self._retry_at = 0.0
@@ -177,23 +171,11 @@ class SidecarBackend:
         self._progress_lock = threading.Lock()
         self._progress_sent_at = 0.0
 
-    @property
-    def delta(self) -> DeltaMode:
-        return DeltaMode.NONE if self._welcome is None else self._welcome.delta
-
-    @property
-    def sanity_gate(self) -> bool:
-        return self._welcome is None or self._welcome.sanity_gate
-
-    @property
-    def verify_all(self) -> bool:
-        return self._welcome is not None and self._welcome.verify_all
-
     def find(self) -> Offer | None:
         deadline = time.monotonic() + FIRST_CONNECT_SECONDS
         while True:
             try:
-                self._connect()
+                welcome = self._connect().welcome
                 break
             except LinkBroken as error:
                 if time.monotonic() > deadline:
@@ -204,17 +186,16 @@ class SidecarBackend:
                 if self.fenced or (time.monotonic() > deadline and not early):
                     raise RestoreError(str(error)) from error
                 time.sleep(0.05)
-        assert self._welcome is not None
-        version = self._welcome.restore_version
+        version = welcome.restore_version
         if version is None:
             return None
         return Offer(
             version,
-            self._welcome.restore_path,
-            self._welcome.restore_deltas,
-            world_size=self._welcome.restore_world_size,
-            source=self._welcome.restore_source or "the sidecar",
-            borrow=partial(self._borrow, version) if self._welcome.restore_world_size else None,
+            welcome.restore_path,
+            welcome.restore_deltas,
+            world_size=welcome.restore_world_size,
+            source=welcome.restore_source or "the sidecar",
+            borrow=partial(self._borrow, version) if welcome.restore_world_size else None,
         )
 
     def _borrow(self, version: Version, rank: int, ranges: Ranges) -> str:
@@ -224,15 +205,10 @@ class SidecarBackend:
         except Skipped as error:
             raise RestoreError(f"the snapshot of {version} of rank {rank} cannot be had: {error}") from error
 
-    def restored(self, step: int) -> None:
-        self._restored_step = step
-        self._send_or_warn(ReportRestored(step))
-
-    def resumed(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        self._send_or_warn(ReportResume(step, exact, steps, message, suspected))
-
-    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        self._send_or_warn(ReportMismatch(step, message, kind))
+    def report(self, report: RankReport) -> None:
+        if isinstance(report, ReportRestored | DeclineDeltas | ReportCannotSave):
+            self._lasting[type(report)] = report
+        self._send_or_warn(report)
 
     def reserve(self, size: int, delta_size: int) -> None:
         self._wanted = (size, delta_size)
@@ -264,17 +240,6 @@ class SidecarBackend:
             self._warn(skipped.kind, str(skipped))
         else:
             self.abandon(path, step, Kind.SNAPSHOT)
-
-    def no_deltas(self, message: str, since: int = 0) -> None:
-        self._no_deltas = DeclineDeltas(message, since)
-        self._send_or_warn(self._no_deltas)
-
-    def cannot_save(self, message: str) -> None:
-        self._lacking = message
-        self._send_or_warn(ReportCannotSave(message))
-
-    def failing(self, reason: str, message: str, exit_code: int) -> None:
-        self._send_or_warn(ReportFailing(reason, message, exit_code))
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._pending_lock:
@@ -332,7 +297,10 @@ class SidecarBackend:
             self._connected()  # a new connection forgets what was reserved
         size, delta_size = self._wanted
         # As long as deltas may come, a request for none would report that this rank takes none.
-        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
+        declined = any(
+            isinstance(each, DeclineDeltas) and each.message for each in list(self._lasting.values())
+        )
+        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not declined
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
             said = ReserveSlots(size, wanted[1], self.numa)
@@ -362,7 +330,7 @@ class SidecarBackend:
         return reply.path
 
     def _exchange(self, link: SidecarLink, request: Request, timeout: float) -> Reply:
-        reply = link.ask(request, timeout)
+        reply = link.exchange(request, Reply, timeout)
         self.every = reply.snapshot_every or self.every
         return reply
 
@@ -376,12 +344,9 @@ class SidecarBackend:
             raise Skipped("SidecarGone", "the sidecar is not reachable")
         try:
             link = self._connect()
-            if self._restored_step is not None:
-                self._exchange(link, ReportRestored(self._restored_step), ANSWER_SECONDS)
-            if self._no_deltas.message:
-                self._exchange(link, self._no_deltas, ANSWER_SECONDS)
-            if self._lacking:
-                self._exchange(link, ReportCannotSave(self._lacking), ANSWER_SECONDS)
+            for report in list(self._lasting.values()):
+                if isinstance(report, ReportRestored) or report.message:
+                    self._exchange(link, report, ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])
@@ -400,7 +365,7 @@ class SidecarBackend:
                 raise Skipped("Fenced", welcome.error)
             self._retry_at = time.monotonic() + self._backoff
             raise Skipped("SidecarRefused", welcome.error)
-        self._welcome = welcome
+        self.delta, self.sanity_gate, self.verify_all = welcome.delta, welcome.sanity_gate, welcome.verify_all
         self.every = welcome.snapshot_every or self.every
         self._reserved = (0, 0)  # a restarted sidecar has no reservations
         self._link = link

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 
+from tiercheck.protocol.local import ReportResume
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.proof.fingerprints import CAPACITY, WORDS, Fingerprints, Journal, StepRecord
 
@@ -37,23 +37,6 @@ OTHER_HISTORY = (
     "what was restored is not what the journal has of that step: it is of another history, or the model has "
     "other tensors"
 )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of comparing a resume."""
-
-    exact: Exact
-    step: int
-    """The step of the restored version."""
-    steps: int = 0
-    """The number of steps that were trained again and compared."""
-    message: str = ""
-    """The first difference, or the reason why nothing could be compared."""
-    warn: bool = False
-    """True if nothing could be compared, and there is evidence against the resume."""
-    suspected: bool = False
-    """True if the step that differs was suspected by this rank."""
 
 
 def first_difference(then: StepRecord, now: StepRecord) -> int:
@@ -90,7 +73,7 @@ class Resume:
     """Writes a rank's journal and compares a resume with it. For the training thread; raises nothing."""
 
     def __init__(
-        self, fingerprints: Fingerprints, report: Callable[[Verdict], None], warn: Callable[[str, str], None]
+        self, fingerprints: Fingerprints, report: Callable[..., None], warn: Callable[[str, str], None]
     ) -> None:
         """`report`: called with each verdict. `warn`: as `WarnOnce`."""
         self._fingerprints = fingerprints
@@ -102,7 +85,7 @@ class Resume:
         """The values of `StepRecord.drawn` around the restored step, if no step is trained again."""
         self._step = self._newest = self._equal = 0
 
-    def begin(self, path: Path | None, training: int, world_size: int, step: int) -> Verdict | None:
+    def begin(self, path: Path | None, training: int, world_size: int, step: int) -> ReportResume | None:
         """Opens the journal at `path`. Training continues after `step`; 0 is a fresh start.
 
         Returns a verdict if nothing can be compared; None: something can, or nothing was restored."""
@@ -115,7 +98,7 @@ class Resume:
         except Exception as error:  # invariant: no error of TierCheck stops training
             self._warn("Journal", f"no resume can be proven: {path}: {error!r}")
             why = "the journal cannot be read"
-        return Verdict(Exact.NOT_COMPARABLE, step, message=why) if step and why else None
+        return ReportResume(step, Exact.NOT_COMPARABLE, message=why) if step and why else None
 
     @property
     def ended(self) -> int:
@@ -163,7 +146,7 @@ class Resume:
                 self._report(self._proven())
             if self._before and self._newest == self._step and finished:  # an evaluation, or a wrong length
                 why = f"the script made no step, and the life before made step {min(self._before)}"
-                self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=why))
+                self._report(ReportResume(self._step, Exact.NOT_COMPARABLE, message=why))
             else:
                 journal.change_header(ended=self._newest if finished else 0)
             journal.close()
@@ -209,7 +192,7 @@ class Resume:
             journal.change_header(differed=first)
             exact = Exact.NOT_COMPARABLE if again else Exact.DIFFERS
             suspected = then.whole and exact is Exact.DIFFERS
-            self._report(Verdict(exact, self._step, self._equal, message, suspected=suspected))
+            self._report(ReportResume(self._step, exact, self._equal, message, suspected))
             return
         self._equal += 1
         if self._equal == SOON or (not self._before and self._equal < SOON):
@@ -237,7 +220,7 @@ class Resume:
                 f"no step was trained again, but step {self._step + 1} drew another number of random numbers "
                 "than the steps before and after it; was a batch fetched ahead, or drawn after restore?"
             )
-            self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=message, warn=True))
+            self._report(ReportResume(self._step, Exact.NOT_COMPARABLE, message=message), is_suspicious=True)
 
     def _draws_before(self, journal: Journal) -> set[tuple[int, int]]:
         """Returns the draws of each step before the restored one that the journal has."""
@@ -245,8 +228,8 @@ class Resume:
         drawn = [record.drawn for record in takewhile(bool, newest_first) if record is not None]
         return {count_draws(before, after) for after, before in pairwise(drawn)}
 
-    def _proven(self) -> Verdict:
-        return Verdict(Exact.PROVEN, self._step, self._equal)
+    def _proven(self) -> ReportResume:
+        return ReportResume(self._step, Exact.PROVEN, self._equal)
 
 
 def _bits(loss: float | None) -> bytes:

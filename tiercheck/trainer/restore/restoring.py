@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from tiercheck.protocol.artifacts.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.local import ReportMismatch
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import (
@@ -198,7 +199,7 @@ class Restoring:
                 replay.apply(StoredDelta.read(slot), content["facts"])
             except Mismatch as mismatch:
                 message = f"replaying step {step} did not give the state that it was taken from: {mismatch}"
-                self._backend.mismatch(step, message)
+                self._backend.report(ReportMismatch(step, message, Kind.DELTA))
                 raise RestoreError(message) from mismatch
             room = max(loaded.room, slot.header.size)
             facts = {**loaded.facts, **content["facts"]}
@@ -317,7 +318,7 @@ class Restoring:
 
     def _give_up(self, snapshot: Version, why: str) -> NoReturn:
         """Gives up that snapshot and what depends on it. Raises RestoreError."""
-        self._backend.mismatch(snapshot.step, why, Kind.SNAPSHOT)
+        self._backend.report(ReportMismatch(snapshot.step, why, Kind.SNAPSHOT))
         raise RestoreError(why)
 
     def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:

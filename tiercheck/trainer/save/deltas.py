@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import DeclineDeltas
 from tiercheck.trainer.backends.backend import Backend, log
 from tiercheck.trainer.deltas.delta_format import Delta, Planner
 from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
@@ -222,7 +223,7 @@ class Deltas:
             self._given_up = True
             self._doubtful = doubtful and self._first > 0
             self._saver.warn("NoDeltas", f"only snapshots are taken: {reason}")
-            self._saver.report_no_deltas(reason, self._first if doubtful else 0)
+            self._saver.report(DeclineDeltas(reason, self._first if doubtful else 0))
 
     def _update_pacing(self) -> None:
         """Pauses deltas while they take too long for the steps, and resumes them when there is time."""
@@ -238,10 +239,10 @@ class Deltas:
             reason = f"{seconds}, so that training would wait for deltas"
             log.warning("NoDeltas: only snapshots are taken until there is time for deltas: %s", reason)
             self._recorder.forget()
-            self._saver.report_no_deltas(reason)
+            self._saver.report(DeclineDeltas(reason))
         else:
             log.info("deltas are taken again: %s", seconds)
-            self._saver.report_no_deltas("")
+            self._saver.report(DeclineDeltas())
 
     def needs_snapshot(self) -> bool:
         """Returns, once, whether a snapshot is due because the deltas since the last one are unusable."""

@@ -13,10 +13,10 @@ from typing import Any, assert_never
 
 import torch
 
-from tiercheck.protocol.report import Exact
+from tiercheck.protocol.local import ReportCannotSave
 from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin, supervise
-from tiercheck.trainer.backends.backend import Backend, Skipped, WarnOnce
+from tiercheck.trainer.backends.backend import Backend, RankReport, Skipped, WarnOnce
 from tiercheck.trainer.deltas.delta_format import Delta
 from tiercheck.trainer.deltas.unseen import UntrackedTensors
 from tiercheck.trainer.replicas.equality import Equality
@@ -166,11 +166,8 @@ class Saver:
     def report_skipped(self, step: int) -> None:
         self._send(self._backend.pass_over, step)
 
-    def report_no_deltas(self, why: str, since: int = 0) -> None:
-        self._send(self._backend.no_deltas, why, since)
-
-    def report_resume(self, step: int, exact: Exact, steps: int, message: str, suspected: bool) -> None:
-        self._send(self._backend.resumed, step, exact, steps, message, suspected)
+    def report(self, report: RankReport) -> None:
+        self._send(self._backend.report, report)
 
     def report_cannot_save(self, why: str) -> None:
         """Reports to the backend that nothing can be saved, until a snapshot is."""
@@ -312,7 +309,7 @@ class Saver:
     def _lack(self, why: str) -> None:
         if why != self._lacking:
             self._lacking = why
-            self._backend.cannot_save(why)
+            self._backend.report(ReportCannotSave(why))
 
     def _reserve(self, snapshot_room: int, delta_room: DeltaRoom) -> None:
         context = self._context
