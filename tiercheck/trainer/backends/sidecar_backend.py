@@ -164,7 +164,7 @@ class SidecarBackend:
         self._retry_at = 0.0
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
-        self._pending_progress: tuple[int, float | None, float | None, int] | None = None
+        self._pending_progress: ReportProgress | None = None
         # Answers have no id: a second thread (an error that ends the script) would take another's.
         self._request_lock = threading.RLock()
         self._pending_lock = threading.Lock()
@@ -243,7 +243,7 @@ class SidecarBackend:
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._pending_lock:
-            self._pending_progress = (step, loss, seconds, not_finite)
+            self._pending_progress = ReportProgress(step, loss, seconds, not_finite)
         if time.monotonic() - self._progress_sent_at < _PROGRESS_LATE:
             return  # the other thread does it: waking the sidecar costs more than all else here
         if self._progress_lock.acquire(blocking=False):
@@ -278,16 +278,14 @@ class SidecarBackend:
             self._link.close()
 
     def _send_pending_progress(self) -> None:
-        link, owed = self._link, self._pending_progress
-        if owed is None or link is None or link.closed:
+        link, pending = self._link, self._pending_progress
+        if pending is None or link is None or link.closed:
             return
-        step, loss, seconds, not_finite = owed
-        request = ReportProgress(step, loss, seconds, not_finite)
         try:
-            if link.send_nowait(request):
+            if link.send_nowait(pending):
                 self._progress_sent_at = time.monotonic()
                 with self._pending_lock:
-                    if self._pending_progress is owed:
+                    if self._pending_progress is pending:
                         self._pending_progress = None
         except LinkBroken as error:
             self._warn("SidecarGone", str(error))

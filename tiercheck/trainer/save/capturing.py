@@ -70,8 +70,7 @@ class Capturing:
         self._began_training = _list_trained(inventory)
         # Reading a loader's position creates its workers, which fixes the order of samples.
         asked = {name: each for name, each in self._trained.state.items() if not user_state.is_iterated(each)}
-        facts = {**inventory.facts, **self._trained.inventories.facts_of_step(inventory.alike is None)}
-        user_state.unpack(user_state.pack(asked, facts))
+        user_state.unpack(user_state.pack(asked, self._trained.inventories.facts_of(inventory)))
         device = accelerator_of(entry.tensor for entry in inventory.entries)
         return None if device is None else device.numa_node()
 
@@ -99,8 +98,7 @@ class Capturing:
             inventories = self._trained.inventories
             inventory = inventories.take()
             if not blob_bytes:
-                facts = {**inventory.facts, **inventories.facts_of_step(inventory.alike is None)}
-                blob_bytes = len(user_state.pack(self._trained.state, facts))
+                blob_bytes = len(user_state.pack(self._trained.state, inventories.facts_of(inventory)))
             self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
@@ -155,11 +153,7 @@ class Capturing:
         """Lists the state, and copies at once what may change before the next update: buffers, user blob."""
         inventories, state = self._trained.inventories, self._trained.state
         inventory = inventories.take()
-        facts = {
-            **inventory.facts,
-            **inventories.facts_of_step(inventory.alike is None),
-            TRAINING: self.training,
-        }
+        facts = {**inventories.facts_of(inventory), TRAINING: self.training}
         blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
         if found := inventories.attributes.changed_unsaved():

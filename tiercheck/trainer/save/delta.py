@@ -239,7 +239,7 @@ class DeltaJob(Job):
     @torch.no_grad()
     def _copy(self, plan: DeltaPlan, turn: list[Tensor]) -> None:
         delta = self._delta
-        writer = self._context.open(self._path)
+        writer = self._context.slots.open(self._path)
         self._views = writer.begin(self._layout)
         if delta.device is not None:
             writer.pin()  # before training waits for this artifact: it may take seconds

@@ -25,7 +25,7 @@ from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.staging import DeviceCopy
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter, plan_slot
+from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, plan_slot
 from tiercheck.trainer.tensors.accelerator import Pending
 from tiercheck.trainer.tensors.tensor_parts import Entry
 
@@ -144,11 +144,7 @@ class SaveContext:
     """Bytes of a snapshot slot, as far as known."""
     delta_room: int = 0
     """Bytes reserved for a delta slot."""
-    _slots: OpenSlots = field(default_factory=OpenSlots)
-
-    def open(self, path: str) -> SlotWriter:
-        """Maps the slot at `path`. Raises OSError or ValueError."""
-        return self._slots.open(path)
+    slots: OpenSlots = field(default_factory=OpenSlots)
 
     def follow(self, pending: Pending) -> None:
         """Orders later work on the artifact's device after the step of the artifact."""
@@ -187,7 +183,7 @@ class Job(ABC):
     def _seal(self, metadata: Mapping[str, str]) -> None:
         context = self._context
         version = Version(self.pending.step, context.backend.attempt)
-        slot = context.open(self._path)
+        slot = context.slots.open(self._path)
         slot.finish(self._layout, context.rank, version, context.world_size, metadata, kind=self.kind)
 
     def _guarded(self, work: Callable[[], None]) -> None:

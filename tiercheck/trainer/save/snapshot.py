@@ -52,7 +52,7 @@ class SnapshotJob(Job):
 
     def _copy(self) -> None:
         snapshot = self._snapshot
-        writer = self._context.open(self._path)
+        writer = self._context.slots.open(self._path)
         self._views = writer.begin(self._layout)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
         if self._context.gate():

@@ -108,11 +108,15 @@ class Inventories:
         self._remember(inventory, passing)
         return inventory
 
-    def facts_of_step(self, is_new: bool = False) -> dict[str, Any]:
-        """Returns the facts that may change at each step, which snapshots and deltas store too.
+    def facts_of(self, inventory: Inventory) -> dict[str, Any]:
+        """Returns all facts that a snapshot of these tensors stores."""
+        if inventory.alike is None:
+            self.attributes.list_places()  # a module may have been replaced
+        return {**inventory.facts, **self.facts_of_step()}
 
-        `is_new`: a module may have been replaced."""
-        return {**self._settings(), ATTRIBUTES: self.attributes.state_dict(is_new)}
+    def facts_of_step(self) -> dict[str, Any]:
+        """Returns the facts that may change at each step, which deltas store too."""
+        return {**self._settings(), ATTRIBUTES: self.attributes.state_dict()}
 
     def _addresses(self, inventory: Inventory) -> list[Any]:
         """Returns the addresses of all tensors that modules hold or show; empty if not quickly known."""

@@ -90,20 +90,16 @@ class PlainAttributes:
 
     def begin(self) -> None:
         """Records what the script begins with, before a version is loaded."""
-        self._list()
+        self.list_places()
         stored = (place for place in self._places if place not in self._unsaved)
         now = {path: own_copy(value) for path, value in self._named(stored)}
         # A process that goes back begins again with a model that has trained.
         self._began = _first.setdefault(self._whole, now)
-        self._list()
+        self.list_places()
         self.changed_unsaved()
 
-    def state_dict(self, is_new: bool = False) -> dict[str, Any]:
-        """Returns the values that are others than at the beginning, and all generators' states, by name.
-
-        `is_new`: an owner may have been replaced."""
-        if is_new:
-            self._list()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the values that are others than at the beginning, and all generators' states, by name."""
         try:
             seen = [id(owner[name]) for owner, name in self._held]
             if list(map(len, map(_attributes, self._owners))) != self._lengths:
@@ -111,7 +107,7 @@ class PlainAttributes:
             if seen != self._seen:
                 self._note_changes(list(compress(count(), map(ne, seen, self._seen))))
         except KeyError:
-            self._list()
+            self.list_places()
         written = ((place, self._owners[place[0]][1][place[1]]) for place in self._collections)
         changed = {
             **self._changed,
@@ -162,7 +158,8 @@ class PlainAttributes:
         found = ((*self._owners[number][:2], name) for number, name in places)
         return [(f"{before}{name}", owner[name]) for before, owner, name in found if name in owner]
 
-    def _list(self) -> None:
+    def list_places(self) -> None:
+        """Lists the attributes anew: an owner may have been replaced."""
         self._owners = list(self._list_owners())
         self._lengths = [len(owner) for _, owner, _ in self._owners]
         self._places = [
@@ -183,7 +180,7 @@ class PlainAttributes:
         for at in places:
             self._note(at)
         if any(_is_record(owner[name]) for owner, name in map(self._held.__getitem__, places)):
-            self._list()  # it is an owner
+            self.list_places()  # it is an owner
 
     def _note(self, at: int) -> None:
         """Notes what is at a place now. Raises KeyError."""
