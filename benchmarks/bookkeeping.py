@@ -171,7 +171,7 @@ class _Worker:
         with mock.patch.object(state.threads, "loop", lambda _, lane: lanes.append(lane)):
             self._timed(replicator.run, 1)
         tiers = TierClient(state, vault, replicator.acknowledged, lambda *_: ())
-        tiers._tell = lambda *_: True  # type: ignore[method-assign]
+        tiers._report = lambda *_: True  # type: ignore[method-assign]
         yield "reclaim", reclaimer.run, 1
         yield "prepare", reclaimer.prepare, 1
         yield "replicate", replicator.run, 1
