@@ -109,7 +109,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     It uses the job's interfaces, or else the pod's address. `port`: the default if `peer.host` names none."""
     wire = _dial_routes(identity, attempt, peer, port)
     if wire is None:
-        wire, is_news = _dial_pod(identity, attempt, peer, port)
+        wire, is_news = dial_pod(identity, attempt, peer, port)
         with _closed_by_failure(wire):
             better = _dial_routes(identity, attempt, peer, port) if is_news else None
         if better is not None:
@@ -121,13 +121,10 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     return wire
 
 
-def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """Tests the pod's address: `dial` without other routes. Raises WireBroken, PeerRefused."""
-    return _dial_pod(identity, attempt, peer, port)[0]
+def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> tuple[Wire, bool]:
+    """Connects by the pod's address alone. Also returns whether the peer names new addresses.
 
-
-def _dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> tuple[Wire, bool]:
-    """Connects; also returns whether the peer's addresses are new. Raises WireBroken, PeerRefused."""
+    Raises WireBroken, PeerRefused."""
     wire, said = _meet(identity, attempt, peer, endpoint(peer.host, port), identity.host)
     return wire, identity.addresses.record(peer, said.addresses)
 

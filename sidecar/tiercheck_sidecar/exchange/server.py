@@ -281,7 +281,7 @@ class HeartbeatSender:
         while not self._is_over(begun):
             connected = False
             try:
-                with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
+                with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)[0]) as wire:
                     wire.patience(ANSWER)
                     while not self._is_over(begun):
                         wire.send(PeerRequest("pulse"))

@@ -119,7 +119,6 @@ class Coordinator:
         """The current verdict as the one message that all sidecars are sent."""
         self._refused: dict[int, str] = {}
         """The reason of the refusal of each worker's newest report."""
-        self._shows_refusals = False
         self._callers: dict[Caller, None] = {}
         """The connections, by arrival, so that a simulation runs the same way each time."""
         self._connected = 0
@@ -265,11 +264,8 @@ class Coordinator:
 
     def _publish_refusals(self) -> None:
         """Publishes refused reports as a problem. Not called under the lock."""
-        if not self._refused and not self._shows_refusals:
-            return
         with self._lock:
             refused = sorted(self._refused.items())
-            self._shows_refusals = bool(refused)
         more = f", and so are those of {len(refused) - 1} other workers" if len(refused) > 1 else ""
         sentence = "".join(
             f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]

@@ -160,8 +160,6 @@ class Reclaimer:
     def __init__(self, state: SidecarState, vault: Vault) -> None:
         self._state, self._vault = state, vault
         self._hosted: Hosted = (set(), set())
-        self._wanted: tuple[Directive, Hosted] | None = None
-        """The last directive, and what it assigns to this worker to keep for others."""
         self._word: tuple[Directive | None, TierVerdict | None, Sizing | None] = None, None, None
         self._judged: dict[StockPlace, tuple[MemoryStock, frozenset[tuple[Kind, Version]]]] = {}
         """The artifacts that `_word` allows to be freed from each place, and the stock that they are of."""
@@ -204,16 +202,10 @@ class Reclaimer:
         directive = self._state.directive
         if directive is None:
             return
-        hosted = self._wanted_by(directive)
+        hosted = _hosted_by(directive)
         if hosted != self._hosted:
             self._vault.host(*hosted)
             self._hosted = hosted
-
-    def _wanted_by(self, directive: Directive) -> Hosted:
-        known = self._wanted
-        if known is None or known[0] is not directive:
-            known = self._wanted = directive, (hosted_ranks(directive), hosted_lanes(directive))
-        return known[1]
 
     def step(self) -> None:
         directive, verdict = self._state.released()
@@ -224,11 +216,11 @@ class Reclaimer:
         word = directive, verdict, plan
         if any(now is not before for now, before in zip(word, self._word, strict=True)):
             self._word, self._judged = word, {}
-        judged, gone = {}, set[Gone]()
+        judged, gone, hosted = {}, set[Gone](), _hosted_by(directive)
         for name, stock in self._vault.stocks().items():
             known = self._judged.get(name)
             if known is None or known[0] is not stock:
-                known = stock, self._expendable(name, stock, directive, verdict, plan)
+                known = stock, self._expendable(name, stock, directive, verdict, plan, hosted=hosted)
             judged[name] = known
             gone.update((name, kind, version) for kind, version in known[1])
         self._judged = judged
@@ -248,12 +240,13 @@ class Reclaimer:
         directive: Directive,
         verdict: TierVerdict | None,
         plan: Sizing,
+        *,
+        hosted: Hosted,
     ) -> frozenset[tuple[Kind, Version]]:
         """Returns what may be freed from one place. What is decided while a delta is late may be kept for
         longer than needed: until more is sealed there."""
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-        hosted = self._wanted_by(directive)
         unfinished = {
             artifact.version
             for artifact in self._vault.unfinished()
@@ -295,11 +288,11 @@ def _place(
     return MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))
 
 
-def hosted_ranks(directive: Directive) -> set[int]:
+def _hosted_by(directive: Directive) -> Hosted:
+    """Returns what the directive assigns to this worker to keep for others."""
     procs = directive.procs_per_worker
-    return {
-        rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
-    }
+    ranks = (range(peer.worker * procs, (peer.worker + 1) * procs) for peer in directive.hosted)
+    return {rank for each in ranks for rank in each}, hosted_lanes(directive)
 
 
 def hosted_lanes(directive: Directive) -> set[Share]:

@@ -110,18 +110,14 @@ class _Texts(Generic[T]):
         self._kind: type[T] = kind
         self._known: weakref.WeakValueDictionary[bytes, Interned[T]] = weakref.WeakValueDictionary()
 
-    def read(self, text: bytes) -> Interned[T]:
-        """Returns the value of a text. Raises Malformed."""
-        return self._known.get(text) or self._add(text, decode(text, self._kind))
-
-    def write(self, value: T) -> Interned[T]:
-        text = encode(value)
-        return self._known.get(text) or self._add(text, value)
-
-    def _add(self, text: bytes, value: T) -> Interned[T]:
-        made = Interned(text, value, validate_holdings(value), many_versions(value))
-        self._known[text] = made
-        return made
+    def intern(self, text: bytes, value: T | None = None) -> Interned[T]:
+        """Returns the one value of a text; `value`: what is known to be its value. Raises Malformed."""
+        found = self._known.get(text)
+        if found is None:
+            value = decode(text, self._kind) if value is None else value
+            found = Interned(text, value, validate_holdings(value), many_versions(value))
+            self._known[text] = found
+        return found
 
 
 class ReportInterner:
@@ -141,9 +137,9 @@ class ReportInterner:
         own, shapes = {}, {}
         groups: dict[Interned[HeldCopies], list[tuple[int, ...]]] = {}
         for each, held in ranks:
-            own[each.rank], shapes[each.rank] = each, self._held.write(held).shape(each)
+            own[each.rank], shapes[each.rank] = each, self._held.intern(encode(held), held).shape(each)
         for of, kept in copies:
-            groups.setdefault(self._kept.write(kept), []).append(of)
+            groups.setdefault(self._kept.intern(encode(kept), kept), []).append(of)
         return WorkerState(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
 
     def updated(self, base: WorkerState | None, update: ReportUpdate) -> WorkerState:
@@ -157,13 +153,13 @@ class ReportInterner:
         shapes = dict(base.shapes) if base else {}
         held = {rank: shapes[rank].held for each in update.own if (rank := each.rank) in shapes}
         for group in update.ranks:
-            held |= dict.fromkeys(group.ranks, self._held.read(bytes(group.held)))
+            held |= dict.fromkeys(group.ranks, self._held.intern(bytes(group.held)))
         if own.keys() != shapes.keys() | held.keys():
             raise UpdateRejected("it says only half of some rank")
         shapes |= {rank: each.shape(own[rank]) for rank, each in held.items()}
         copies = base.copies if base else ()
         if update.copies is not None:
-            copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in update.copies)
+            copies = tuple((each.of, self._kept.intern(bytes(each.kept))) for each in update.copies)
         return WorkerState(head, own, shapes, copies)
 
 

@@ -425,7 +425,7 @@ def test_peer_that_does_not_want_ucx_and_heartbeats_stay_with_tcp(stations: Make
     job = with_ucx(stations, 0, 1, workers=3)
     with closing(job[0].connect(2)) as copies:
         assert type(copies.channel) is TcpChannel
-    with closing(dial_pod(job[0].identity, 1, job.peer(1), job.port)) as heartbeat:
+    with closing(dial_pod(job[0].identity, 1, job.peer(1), job.port)[0]) as heartbeat:
         assert type(heartbeat.channel) is TcpChannel
 
 
