@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 _HAND_OVER = 10.0
 """Seconds of the pod's grace for the last copies."""
-_LAST_WORD = 2.0
+_LAST_REQUEST = 2.0
 """Seconds for the controller to request the last report."""
 _MOST_STRANGERS = 256
 """The limit of unauthenticated connections to an HTTP port, from addresses that no directive names."""
@@ -156,7 +156,7 @@ class Sidecar:
         self.state.begin_ending()
         await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
-        await asyncio.to_thread(self._be_heard, control)
+        await asyncio.to_thread(self._await_last_request, control)
         self.state.stop()
         self.socket.stop()
         self.exchange.stop()
@@ -273,10 +273,10 @@ class Sidecar:
             return f"the trainer of worker {others[0]} has not ended"
         return "set terminationGracePeriodSeconds in spec.template to give it more time"
 
-    def _be_heard(self, control: ControlApi) -> None:
+    def _await_last_request(self, control: ControlApi) -> None:
         """Waits at the end of a job until the controller has the last report, which it asks for again."""
-        end, seen = time.monotonic() + _LAST_WORD, -1
-        while self._over and not control.has_told_all() and time.monotonic() < end:
+        end, seen = time.monotonic() + _LAST_REQUEST, -1
+        while self._over and not control.has_sent_all() and time.monotonic() < end:
             seen = self.state.wait(seen, timeout=0.1)
 
     def _health(self) -> web.Application:

@@ -178,7 +178,7 @@ class BoundedCall:
 
     def __init__(self, on_received: Callable[[int], None] = lambda count: None) -> None:
         """The callback receives the number of bytes that come, as long as a caller waits for them."""
-        self._heard = on_received
+        self._received = on_received
         self._lock = threading.Lock()
         self._wires: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.left = self.over = False
@@ -188,7 +188,7 @@ class BoundedCall:
         if self.left:
             raise CallAbandoned
         if count:
-            self._heard(count)
+            self._received(count)
 
     def own(self, wire: C) -> C:
         """Registers a connection that serves this call alone, and ends with it. Raises CallAbandoned."""
@@ -220,7 +220,7 @@ class BoundedCalls:
         """Abandons a call after `seconds` without a byte from its place.
         `changed` receives the number of abandoned calls, by place."""
         self._seconds, self._changed, self._clock = seconds, changed, clock
-        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._lock, self._publishing = threading.Lock(), threading.Lock()
         self._bytes: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._tried: dict[str, float] = {}
@@ -275,7 +275,7 @@ class BoundedCalls:
             call.leave()
             self._left[place] += 1
             self._tried[place] = self._clock()
-        self._tell()
+        self._publish()
         return True
 
     def _end(self, place: str, call: BoundedCall) -> None:
@@ -284,10 +284,10 @@ class BoundedCalls:
             if call.left:
                 self._left[place] -= 1
         if call.left:
-            self._tell()
+            self._publish()
 
-    def _tell(self) -> None:
-        with self._telling:
+    def _publish(self) -> None:
+        with self._publishing:
             with self._lock:
                 left = dict(+self._left)
             self._changed(left)

@@ -39,7 +39,7 @@ MakeWorld = Callable[..., "World"]
 DEADLINE = 40.0
 _HOSTS = itertools.count(1)
 JOB_UID = "uid-of-the-job"
-LAST_WORD = "tiercheck_sidecar.app:_LAST_WORD"
+LAST_WORD = "tiercheck_sidecar.app:_LAST_REQUEST"
 COME_BACK = "tiercheck_sidecar.model.trainer_watch:COME_BACK_SECONDS"
 
 

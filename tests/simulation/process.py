@@ -347,7 +347,7 @@ class Process:
 
     def accept(self, directive: Directive) -> bool:
         """`PUT /v1/directive`."""
-        self.state.hear_controller()
+        self.state.note_controller()
         try:
             self.state.accept(directive)
         except DirectiveRefused:

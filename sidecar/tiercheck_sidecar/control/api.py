@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import email.utils
 import hmac
-import logging
 import math
 import socket
 import ssl
@@ -134,7 +133,7 @@ class CoordinatorServer:
         if self._loop is None or (self._is_looking and not again):
             return
         longest = silence(self._coordinator.most_callers // 2)
-        for line in [line for line in self._lines if self._loop.time() - line.heard_at > longest]:
+        for line in [line for line in self._lines if self._loop.time() - line.received_at > longest]:
             line.cut()
         self._is_looking = bool(self._lines)
         if self._lines:
@@ -176,14 +175,14 @@ class _Line(asyncio.Protocol):
     ) -> None:
         self._coordinator, self._transport, self._before = coordinator, transport, before
         self._messages = Messages()
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self.heard_at = self._loop.time()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self.received_at = self._loop.time()
         self._caller = Caller(cut=self.cut, write=self.write)
         coordinator.connect(self._caller)
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
+        self.received_at = self._loop.time()
         try:
             for text in self._messages.feed(data):
                 self._coordinator.enqueue(self._caller, text)
@@ -209,8 +208,6 @@ class _Line(asyncio.Protocol):
         self._before.connection_lost(error)
 
 
-log = logging.getLogger(__name__)
-
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_WAIT = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -235,7 +232,7 @@ class ControlApi:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
         """Called with each request that has the job's token."""
-        self._told = -1
+        self._sent_serial = -1
         """The serial number of the newest report that the controller has."""
 
     def build(self, *more: web.RouteDef) -> web.Application:
@@ -282,14 +279,14 @@ class ControlApi:
             directive = decode(await request.read(), Directive)
         except Malformed as error:
             return text_response(422, f"not a directive: {error}")
-        self._state.hear_controller()
+        self._state.note_controller()
         try:
             self._state.accept(directive)
         except StaleRefused as error:
             return text_response(409, str(error))
         except DirectiveRefused as error:
             return text_response(403, str(error))
-        return self._tell(self._reporter.report(), request)
+        return self._respond(self._reporter.report(), request)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -300,7 +297,7 @@ class ControlApi:
                 raise ValueError(wait)
         except ValueError:
             return text_response(422, "after is a serial, wait is in seconds, snapshot in bytes")
-        self._state.hear_controller()
+        self._state.note_controller()
         self._state.expect_snapshot(snapshot)
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
@@ -308,23 +305,23 @@ class ControlApi:
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
             if report.serial > after or left <= 0 or self._state.stopping:
-                return self._tell(report, request)
+                return self._respond(report, request)
             try:
                 async with asyncio.timeout(left):
                     await changed.wait()
             except TimeoutError:
                 continue
 
-    def has_told_all(self) -> bool:
+    def has_sent_all(self) -> bool:
         """Returns whether the controller has the newest report, or stopped asking `_MAX_WAIT` seconds ago."""
         if self._state.clock() - self._state.controller_at > _MAX_WAIT:
             return True
-        return self._told >= self._reporter.report().serial
+        return self._sent_serial >= self._reporter.report().serial
 
-    def _tell(self, report: Report, request: web.Request) -> web.Response:
+    def _respond(self, report: Report, request: web.Request) -> web.Response:
         """Returns the report as a response.
         Holdings, most of its size, are left out if the request excludes them or names their current state."""
-        self._told = report.serial
+        self._sent_serial = report.serial
         wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
         if wanted == "no" or request.query.get("held") == known:
             report = dataclasses.replace(report, holdings=(), has_holdings=False)

@@ -43,7 +43,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Seal, Vault
 
 _NO_TEXT = frozenset({int, float, bool, type(None)})
-_TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
+_FOREIGN = ("restore", "trainer", "remote", "quarantined", "problems")
 """Parts of a report that contain text of libraries, scripts and servers."""
 
 
@@ -64,7 +64,7 @@ class ReportRedactor:
     def without_credentials(self, report: Report) -> Report:
         """Returns the report with REDACTED in place of credentials."""
         changes = {}
-        for name in _TOLD:
+        for name in _FOREIGN:
             value = getattr(report, name)
             if name not in self._seen or self._seen[name][0] != value:
                 clean = self._without(value)
@@ -97,10 +97,10 @@ class Reporter:
         self._lock = threading.Lock()
         self._serial = 0
         self._known: tuple[Any, ...] = ()
-        self._told: dict[int, tuple[Seal, Holding]] = {}
+        self._listed: dict[int, tuple[Seal, Holding]] = {}
         self._held = 1
-        """A counter of the changes of `_told`."""
-        self._discretion = ReportRedactor(own_credentials() | {state.config.token})
+        """A counter of the changes of `_listed`."""
+        self._redactor = ReportRedactor(own_credentials() | {state.config.token})
         self.holders_lack: Callable[[], bool] = lambda: False
         """Returns whether holders lack anything.
         Not reported while training runs, because they always lack the newest then."""
@@ -109,7 +109,7 @@ class Reporter:
 
     def report(self) -> Report:
         with self._lock:
-            report = self._discretion.without_credentials(self._gather(self.settled()))
+            report = self._redactor.without_credentials(self._gather(self.settled()))
             essence = _essence(report)
             if essence == self._known:
                 return report
@@ -151,14 +151,14 @@ class Reporter:
             )
 
     def _holdings(self) -> tuple[Holding, ...]:
-        before = self._told
-        self._told = {
+        before = self._listed
+        self._listed = {
             id(seal): before.get(id(seal))
             or (seal, Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share))
             for seal in self._vault.held()
         }
-        self._held += self._told.keys() != before.keys()
-        return tuple([holding for _, holding in self._told.values()])
+        self._held += self._listed.keys() != before.keys()
+        return tuple([holding for _, holding in self._listed.values()])
 
     def _restore(self) -> RestoreReport:
         state = self._state

@@ -313,4 +313,4 @@ class HeartbeatSender:
         return self._state.stopping or self._begun is not begun
 
     def _pause(self, peer: Peer) -> None:
-        self._state.wait_until(lambda: self._state.peers.doubted(peer), EVERY)
+        self._state.wait_until(lambda: self._state.peers.suspected(peer), EVERY)

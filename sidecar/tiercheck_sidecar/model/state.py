@@ -249,7 +249,7 @@ class SidecarState:
         It is called under the lock, before other threads see the directive."""
         self._on_identity = callback
 
-    def hear_controller(self) -> None:
+    def note_controller(self) -> None:
         self.controller_at = self.clock()
 
     def expect_snapshot(self, size: int) -> None:

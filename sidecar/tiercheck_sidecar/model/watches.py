@@ -31,7 +31,7 @@ class _PeerState:
     how: ConnectionFailure | None = None
     answers: int = 0
     """The number of answers in a row since it was lost."""
-    doubted: bool = False
+    suspected: bool = False
 
 
 class PeerWatch:
@@ -40,61 +40,61 @@ class PeerWatch:
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float]) -> None:
         self._changed, self._clock = changed, clock
         self._lock = threading.Lock()
-        self._sights: dict[Peer, _PeerState] = {}
+        self._states: dict[Peer, _PeerState] = {}
 
     def only(self, peers: Collection[Peer]) -> None:
         """Watches exactly these peers from then on."""
         with self._lock:
             now = self._clock()
-            self._sights = {peer: self._sights.get(peer) or _PeerState(now) for peer in peers}
+            self._states = {peer: self._states.get(peer) or _PeerState(now) for peer in peers}
         self._changed()
 
     def answered(self, peer: Peer) -> None:
         with self._lock:
-            sight = self._sights.get(peer)
-            if sight is None:
+            known = self._states.get(peer)
+            if known is None:
                 return
-            changed, sight.doubted = sight.doubted, False
-            sight.answers += 1
-            if sight.how is None or sight.answers >= ANSWERS_TO_RECOVER:
-                changed = changed or sight.how is not None
-                sight.how, sight.answered_at = None, self._clock()
+            changed, known.suspected = known.suspected, False
+            known.answers += 1
+            if known.how is None or known.answers >= ANSWERS_TO_RECOVER:
+                changed = changed or known.how is not None
+                known.how, known.answered_at = None, self._clock()
         if changed:
             self._changed()
 
     def broken(self, peer: Peer, how: ConnectionFailure) -> None:
         with self._lock:
-            sight = self._sights.get(peer)
-            if sight is None:
+            known = self._states.get(peer)
+            if known is None:
                 return
-            sight.doubted, sight.answers = False, 0
-            if sight.how is how:
+            known.suspected, known.answers = False, 0
+            if known.how is how:
                 return
-            sight.how = how
+            known.how = how
         self._changed()
 
     def suspect(self, peer: Peer) -> None:
         """Suspects a peer after a broken stream or a late answer, which may have any cause.
         It is probed at once, here and, since it is reported as silent until it answers, by the controller."""
         with self._lock:
-            sight = self._sights.get(peer)
-            if sight is None or sight.doubted:
+            known = self._states.get(peer)
+            if known is None or known.suspected:
                 return
-            sight.doubted = True
+            known.suspected = True
         self._changed()
 
-    def doubted(self, peer: Peer) -> bool:
+    def suspected(self, peer: Peer) -> bool:
         with self._lock:
-            sight = self._sights.get(peer)
-            return sight is not None and sight.doubted
+            known = self._states.get(peer)
+            return known is not None and known.suspected
 
     def unreachable(self) -> tuple[Unreachable, ...]:
         """Returns the lost and suspected peers for the report, the longest silent first."""
         with self._lock:
             lost = [
-                Unreachable(peer.worker, peer.host, sight.answered_at, sight.how or ConnectionFailure.SILENT)
-                for peer, sight in self._sights.items()
-                if sight.how is not None or sight.doubted
+                Unreachable(peer.worker, peer.host, known.answered_at, known.how or ConnectionFailure.SILENT)
+                for peer, known in self._states.items()
+                if known.how is not None or known.suspected
             ]
         return tuple(sorted(lost, key=lambda each: (each.since, each.worker))[:MOST])
 
@@ -102,8 +102,8 @@ class PeerWatch:
         """Returns whether there are peers, and none of them has answered for `seconds`."""
         with self._lock:
             now = self._clock()
-            sights = list(self._sights.values())
-            return bool(sights) and all(s.how is not None and now - s.answered_at > seconds for s in sights)
+            states = list(self._states.values())
+            return bool(states) and all(s.how is not None and now - s.answered_at > seconds for s in states)
 
 
 def neighbours(directive: Directive) -> frozenset[Peer]:
