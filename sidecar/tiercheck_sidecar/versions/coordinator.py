@@ -121,11 +121,15 @@ class Coordinator:
         """The reason of the refusal of each worker's newest report."""
         self._callers: dict[Caller, None] = {}
         """The connections, by arrival, so that a simulation runs the same way each time."""
+        self._new: dict[Caller, None] = {}
+        """The connections that have been sent nothing yet."""
         self._connected = 0
         self._newest: dict[int, Caller] = {}
         """The newest connection on which each worker has reported.
         What arrives later on an older one is outdated: that one is closed, and its sidecar may reconnect."""
         self._inbox: deque[tuple[Caller, bytes]] = deque()
+        self._has_updates = False
+        """True from an update's arrival until the loop takes it: several connections add to the inbox."""
         self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
 
     def run(self) -> None:
@@ -136,10 +140,10 @@ class Coordinator:
         while not self._state.stopping:
             with self._dirty:
                 self._dirty.wait_for(
-                    lambda: self._inbox or self._is_dirty or self._state.stopping, timeout=1.0
+                    lambda: self._has_updates or self._is_dirty or self._state.stopping, timeout=1.0
                 )
             self._state.wait_until(lambda: False, _MOMENT)  # batches updates of other sidecars
-            answers: dict[Caller, TierAnswer] = {}
+            self._has_updates, answers = False, dict[Caller, TierAnswer]()
             for _ in range(len(self._inbox)):
                 caller, text = self._inbox.popleft()
                 caller.has_update = False
@@ -348,7 +352,9 @@ class Coordinator:
     def _to_send(self, answers: dict[Caller, TierAnswer]) -> list[tuple[Caller, list[TierAnswer]]]:
         """Returns the messages of each connection. All of them get a new verdict."""
         with self._lock:
-            sent = [(caller, self.replies(caller, answers.get(caller))) for caller in self._callers]
+            some = [caller for caller in self._new | dict.fromkeys(answers) if caller in self._callers]
+            callers, self._new = some if self._verdict == self._sent else self._callers, {}
+            sent = [(caller, self.replies(caller, answers.get(caller))) for caller in callers]
         return [each for each in sent if each[1]]
 
     def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
@@ -371,13 +377,14 @@ class Coordinator:
     def connect(self, caller: Caller) -> None:
         """Registers a connection, which may send updates from then on."""
         with self._lock:
-            self._callers[caller] = None
+            self._callers[caller] = self._new[caller] = None
             self._connected += 1
             caller.serial = self._connected
 
     def disconnect(self, caller: Caller) -> None:
         with self._lock:
             self._callers.pop(caller, None)
+            self._new.pop(caller, None)
 
     def enqueue(self, caller: Caller, text: bytes) -> None:
         """Queues a `ReportUpdate` for the next batch. Raises Malformed if the last one is unanswered.
@@ -386,7 +393,8 @@ class Coordinator:
             raise Malformed("the answer to the last one has not come yet")
         caller.has_update = True
         self._inbox.append((caller, text))
-        if len(self._inbox) == 1:
+        if not self._has_updates:
+            self._has_updates = True
             with self._lock:
                 self._dirty.notify_all()
 
