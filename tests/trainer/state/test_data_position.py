@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import shutil
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tiercheck import ResumableSampler
+from tiercheck import Checkpointer, ResumableSampler
 
 
 def ranks_of(world_size: int, length: int, size: int, **options: object) -> list[ResumableSampler]:
@@ -192,3 +195,36 @@ def test_what_a_loader_has_fetched_ahead_does_not_count_and_resuming_draws_nothi
     second.load_state_dict(state)
     torch.set_rng_state(drawn)
     assert begun + train(second, 11) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seen", [3, 5, 7])
+def test_loader_with_its_own_position_draws_nothing_where_it_goes_on(
+    tmp_path: Path, workers: int, seen: int
+) -> None:
+    """Neither in mid-epoch nor at its end: dropout and the next order would be others."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def train(steps: int) -> list[tuple[list[float], float]]:
+        model = nn.Linear(1, 1)
+        loader = stateful(Squares(), 8, shuffle=True, num_workers=workers)
+        lines = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(model, optimizer, state={"data": loader}, folder=tmp_path, every=1) as checkpointer:
+            done = checkpointer.restore()
+            while done < steps:
+                for batch in loader:
+                    lines.append((batch.tolist(), torch.rand(()).item()))
+                    optimizer.step()
+                    checkpointer.step()
+                    checkpointer.wait()
+                    done += 1
+                    if done == steps:
+                        break
+        return lines
+
+    torch.manual_seed(0)
+    whole = train(12)
+    shutil.rmtree(tmp_path)
+    torch.manual_seed(0)
+    assert train(seen) + train(12) == whole

@@ -141,6 +141,8 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             raise KeyError(f"the checkpoint has no state named {name!r}")
         if is_stateful(holder):
             holder.load_state_dict(content["state"][name])
+            if hasattr(type(holder), "_get_iterator") and getattr(holder, "next_iter_state", None):
+                _begin_without_draws(holder)
         elif isinstance(holder, MutableMapping):
             holder.clear()
             holder.update(content["state"][name])
@@ -148,6 +150,20 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             set_generator(holder, content["state"][name])
     if content["random"] is not None:
         set_random_state(content["random"])
+
+
+def _begin_without_draws(loader: Any) -> None:
+    """Makes a StatefulDataLoader draw no seeds where it goes on: it drew them when that epoch began."""
+
+    def begin() -> Any:
+        vars(loader).pop("_get_iterator", None)  # the next epoch draws its own
+        drawn = torch.get_rng_state()
+        try:
+            return type(loader)._get_iterator(loader)
+        finally:
+            torch.set_rng_state(drawn)
+
+    loader._get_iterator = begin
 
 
 def is_stateful(holder: Any) -> TypeGuard[Stateful]:
