@@ -71,6 +71,11 @@ class Server:
         self.calls.append(f"GET {where.plural}")
         return self.objects.get(where.path(namespace, name))
 
+    async def list(self, where: ApiResource, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """Returns no object: none is another's, which is all that is listed."""
+        self.calls.append(f"LIST {where.plural}")
+        return []
+
     async def create(self, where: ApiResource, namespace: str, body: Mapping[str, Any]) -> dict[str, Any]:
         self.calls.append(f"POST {where.plural}")
         key = f"{where.path(namespace).partition('?')[0]}/{body['metadata']['name']}"

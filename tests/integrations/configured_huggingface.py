@@ -32,6 +32,8 @@ from transformers.trainer_callback import ExportableState
 from tests.integrations.struck import reenter, strike
 from tiercheck.integrations import huggingface
 from tiercheck.integrations.huggingface import Resumable
+from tiercheck.protocol.local import ReportResume
+from tiercheck.trainer.backends.backend import RankReport
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 DATA = [
@@ -219,9 +221,14 @@ def forget_place() -> None:
     Resumable._find, Resumable._find_position = found_without_batch_size, compute_position
 
 
+def say_resumed(_: FolderBackend, report: RankReport) -> None:
+    if isinstance(report, ReportResume):
+        say(resumed=report.exact.value, message=report.message)
+
+
 def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget: str = "") -> None:
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
-    FolderBackend.resumed = lambda _, step, exact, *rest: say(resumed=exact.value, message=rest[1])
+    FolderBackend.report = say_resumed
     huggingface.reenter = reenter
     if forget:
         forget_place()

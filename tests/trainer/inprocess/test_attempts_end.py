@@ -65,6 +65,7 @@ def test_process_with_state_that_a_replacement_would_begin_anew_says_that_it_wil
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, forgotten: str, why: str, again: bool
 ) -> None:
     """Or replicas would make other updates from the same gradients."""
+    others = threading.enumerate()
     monkeypatch.setattr(groups(), "refusal", lambda: "")
     model: Any = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -89,5 +90,8 @@ def test_process_with_state_that_a_replacement_would_begin_anew_says_that_it_wil
 
     with Checkpointer(model, optimizer, state=state, every=1) as checkpointer:
         (reenter if again else lambda function: function())(train)
-    until(lambda: "tiercheck-listener" not in [each.name for each in threading.enumerate()], "its end")
+    mine = [
+        each for each in threading.enumerate() if each.name == "tiercheck-listener" and each not in others
+    ]
+    until(lambda: not any(each.is_alive() for each in mine), "its end")
     assert {*refusals()} <= ({""} if not why else {"", refusals()[-1]})
