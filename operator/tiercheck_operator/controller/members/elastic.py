@@ -156,14 +156,18 @@ def _own_version(situation: Situation) -> bool:
         situation.job.status.history.branches,
         situation.placement,
     )
-    elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
-    kept = status.tiers.get("peer" if elsewhere else "local")
+    holders = {} if placement is None else placement.holders()
+    grouped = {member for group in placement.groups for member in group.members} if placement else set[int]()
+    # The workers that are left may be too close together for a place elsewhere for each: no peer tier then.
+    elsewhere = all(holders.get(worker) or worker in grouped for worker in range(situation.size))
+    kept = [status.tiers.get(name) for name in ("peer" if elsewhere else "local", "remote")]
+    complete = max((tier.step for tier in kept if isinstance(tier, TierRecord)), default=0)
     pod = situation.members.get(0)
     report = situation.report(pod) if pod is not None else None
     snapshot = report.watermarks.snapshot if report is not None else None
-    if not branches or not isinstance(kept, TierRecord) or snapshot is None:
+    if not branches or snapshot is None:
         return False
-    return min(kept.step, snapshot.step) > branches[-1].base_step
+    return min(complete, snapshot.step) > branches[-1].base_step
 
 
 def _little_lost(situation: Situation) -> bool:
