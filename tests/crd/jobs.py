@@ -284,6 +284,7 @@ ACCEPTED: list[tuple[str, Any]] = [
     (f"{_TRAINER}.ports", [{"containerPort": 8469, "name": "a"}, {"containerPort": 8473, "protocol": "UDP"}]),
     (f"{_TRAINER}.command", ["python3", "t.py", "--nnodes", "4"]),
     (f"{_TRAINER}.command", ["torchrun", "--nproc-per-node=2", "t.py", "--lr", "1"]),
+    (f"{_TRAINER}.command", ["torchrun", "t.py", "--master-weights", "fp32"]),
     ("spec.template.spec.restartPolicy", "OnFailure"),
     ("spec.template.spec.automountServiceAccountToken", False),
     (_INIT, [{"name": "fetch", "image": "i", "ports": [{"containerPort": 8470}]}]),

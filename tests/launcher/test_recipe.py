@@ -6,7 +6,8 @@ import pytest
 
 from tests.launcher.launcher_harness import order
 from tiercheck.launcher.environment import command_environment
-from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.launcher.recipe import Recipe, recipe_of, without_rendezvous
+from tiercheck.launcher.training_command import TrainingCommand
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 from tiercheck.warm.in_place_exec import cannot_be_applied
@@ -35,10 +36,12 @@ def locate(name: str) -> tuple[str, str]:
             "python bin/torchrun --nproc_per_node=2 t.py",
             Recipe("/bin/python", ("-u",), "t.py", (), False, True),
         ),
+        ("torchrun --standalone t.py", Recipe("/bin/python3", ("-u",), "t.py", (), each_rank=True)),
+        ("torchrun --max-restarts=3 t.py", Recipe("/bin/python3", ("-u",), "t.py", (), each_rank=True)),
     ],
 )
 def test_understood(command: str, recipe: Recipe) -> None:
-    assert recipe_of(command.split(), {ENV_PROCS_PER_WORKER: "2"}, locate) == recipe
+    assert recipe_of(without_rendezvous(command.split())[0], {ENV_PROCS_PER_WORKER: "2"}, locate) == recipe
 
 
 @pytest.mark.parametrize(
@@ -50,11 +53,44 @@ def test_understood(command: str, recipe: Recipe) -> None:
         "accelerate launch t.py",
         "python2.7 t.py", "python3-dbg t.py",
         "torchrun", "torchrun --nproc-per-node 8 t.py", "torchrun --nproc-per-node",
-        "torchrun --standalone t.py", "torchrun --max-restarts=3 t.py", "torchrun --tee 3 t.py",
+        "torchrun --tee 3 --standalone t.py", "torchrun --tee 3 t.py",
     ],
 )  # fmt: skip
 def test_not_understood(command: str) -> None:
-    assert recipe_of(command.split(), {ENV_PROCS_PER_WORKER: "2"}, locate) is None
+    assert recipe_of(without_rendezvous(command.split())[0], {ENV_PROCS_PER_WORKER: "2"}, locate) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "kept", "taken"),
+    [
+        (
+            "torchrun --nnodes=4 --node_rank 1 --nproc-per-node=8 --rdzv-backend=c10d --rdzv_id 7 t.py",
+            "torchrun --nproc-per-node=8 t.py",
+            ["--nnodes", "--node_rank", "--rdzv-backend", "--rdzv_id"],
+        ),
+        (
+            "/bin/torchrun --standalone --tee 3 -m pkg.train",
+            "/bin/torchrun --tee 3 -m pkg.train",
+            ["--standalone"],
+        ),
+        (
+            "python3 -u -m torch.distributed.run --max-restarts 3 --no-python t.sh",
+            "python3 -u -m torch.distributed.run --no-python t.sh",
+            ["--max-restarts"],
+        ),
+        (
+            "python -X dev bin/torchrun --master-addr=a t.py",
+            "python -X dev bin/torchrun t.py",
+            ["--master-addr"],
+        ),
+        ("torchrun t.py --nnodes 4", "torchrun t.py --nnodes 4", []),
+        ("torchrun -m pkg.train --standalone", "torchrun -m pkg.train --standalone", []),
+        ("python t.py torchrun --nnodes 4", "python t.py torchrun --nnodes 4", []),
+        ("sh -c torchrun --nnodes 4", "sh -c torchrun --nnodes 4", []),
+    ],
+)
+def test_torchruns_own_rendezvous_is_left_out(command: str, kept: str, taken: list[str]) -> None:
+    assert without_rendezvous(command.split()) == (kept.split(), taken)
 
 
 def test_torchrun_that_does_more_than_to_start_ranks_is_not_understood() -> None:
@@ -77,3 +113,11 @@ def test_whatever_an_attempt_sets_may_still_be_set_when_torch_is_there() -> None
     assert not cannot_be_applied(base, changed)
     assert cannot_be_applied(base, {**changed, "OMP_NUM_THREADS": "1"}) == "OMP_NUM_THREADS"
     assert cannot_be_applied(base, {"TIERCHECK_POD_IP": "127.0.0.1"}) == "PATH"
+
+
+def test_torchruns_options_that_are_left_out_are_named_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    command = TrainingCommand(["torchrun", "--standalone", "--tee", "3", "t.py"], {})
+    assert command.given == ["torchrun", "--tee", "3", "t.py"]
+    assert "torchrun's --standalone is not used" in capfd.readouterr().err
+    TrainingCommand(["torchrun", "--tee", "3", "t.py"], {})
+    assert not capfd.readouterr().err

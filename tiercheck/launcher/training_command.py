@@ -6,12 +6,13 @@ ranks itself, with torchrun's variables, so that each can be replaced alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.command import RelayedOutput
 from tiercheck.launcher.environment import command_environment, locate
-from tiercheck.launcher.recipe import recipe_of
+from tiercheck.launcher.recipe import recipe_of, without_rendezvous
 from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.local import Order
 from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
@@ -29,12 +30,21 @@ class TrainingCommand:
     """The command's processes. `running`: pids by local rank, or by 0 if the command is one process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        command, taken = without_rendezvous(command)
+        if taken:
+            verb = "is" if len(taken) == 1 else "are"
+            decides = "TierCheck decides ranks, rendezvous and restarts"
+            print(
+                f"tiercheck: torchrun's {', '.join(taken)} {verb} not used: {decides}",
+                file=sys.stderr,
+                flush=True,
+            )
         recipe = recipe_of(command, environment, locate)
         self._makes_ranks = recipe is not None and recipe.each_rank
         self.environment = dict(environment)
         if self._makes_ranks and environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
             self.environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        self.given = list(command)
+        self.given = command
         self._each = recipe.command if recipe is not None and recipe.each_rank else self.given
         self.errors = RelayedOutput()
         """The output of the command to stderr."""

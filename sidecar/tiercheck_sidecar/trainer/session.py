@@ -129,6 +129,10 @@ def restored_chain(own: MemoryStock, directive: Directive) -> Chain | None:
 
 
 LONGEST_LINE = 1024 * 1024
+_OTHER_RANKS = (
+    ": procsPerWorker must be the number of processes in each pod, and the command must not choose ranks or "
+    "a rendezvous of its own"
+)
 _SOURCES = {Tier.LOCAL: "own memory", Tier.PEER: "peer memory", Tier.REMOTE: "the remote store"}
 
 
@@ -239,13 +243,13 @@ class RankSession:
         if directive is None:
             return "the operator has not sent this sidecar a directive yet"
         if hello.rank not in self._vault.ranks:
-            return f"rank {hello.rank} does not belong to worker {self._state.config.worker}"
+            return f"rank {hello.rank} does not belong to worker {self._state.config.worker}{_OTHER_RANKS}"
         other = self._state.fence.refuse_other(hello.attempt, directive)
         if other:
             return other
         world = directive.workers * directive.procs_per_worker
         if hello.world_size != world:
-            return f"the job has {world} ranks, not {hello.world_size}"
+            return f"the job has {world} ranks, not {hello.world_size}{_OTHER_RANKS}"
         if directive.phase is Phase.HOLD or state is not RestoreState.READY:
             return NOT_RELEASED
         if lost:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import safetensors
 
-from tests.sidecar.world import COME_BACK, FakeLauncher, MakeWorld, World, flip, until
+from tests.sidecar.world import COME_BACK, FakeLauncher, FakeRank, MakeWorld, World, flip, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
-from tiercheck.protocol.local import NamedRequest, Reply
+from tiercheck.protocol.local import Hello, NamedRequest, Reply
 from tiercheck.protocol.report import Exact, ResumeProof
 from tiercheck.protocol.version import Version
 
@@ -158,6 +159,21 @@ def test_rank_of_an_older_attempt_is_refused(world: World) -> None:
         assert "attempt 1 is over" in stale.welcome.error
         assert stale.welcome.attempt == 2
     assert world.report(0).counters.refused_stale >= 2
+
+
+def test_wrong_number_of_processes_is_refused_with_a_remedy(world: World) -> None:
+    beyond = world.workers * world.procs
+    path = world.run_dir(0) / names.SOCKET_NAME
+    wrong = (
+        Hello("rank", os.getpid(), beyond, beyond, world.attempt),
+        Hello("rank", os.getpid(), 0, 99, world.attempt),
+    )
+    for hello, about in zip(
+        wrong, (f"rank {beyond} does not belong", f"the job has {beyond} ranks, not 99"), strict=True
+    ):
+        with FakeRank(path, hello) as rank:
+            assert about in rank.welcome.error
+            assert "procsPerWorker must be the number of processes in each pod" in rank.welcome.error
 
 
 def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(world: World) -> None:
