@@ -346,12 +346,27 @@ def test_image_without_torch_is_told_in_a_sentence(launch: Launch, tmp_path: Pat
     assert launched.process.poll() is None
 
 
-def test_command_that_cannot_be_executed_is_told_in_a_sentence(launch: Launch) -> None:
-    launched = launch(["/no/such/program"])
+@pytest.mark.parametrize(
+    ("program", "advice"),
+    [
+        ("/no/such/program", "Check the command of the trainer container."),
+        ("python train.py --lr 1", "Write each word as an item of its own"),
+        ("script", "The interpreter that its first line names does not exist"),
+    ],
+)
+def test_command_that_cannot_be_executed_is_told_in_a_sentence(
+    launch: Launch, tmp_path: Path, program: str, advice: str
+) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/python\n")
+    script.chmod(0o755)
+    program = str(script) if program == "script" else program
+    launched = launch([program])
     launched.sidecar.say(order(1, Phase.RELEASE))
     told = launched.sidecar.hears("exited", 1)
     assert (told.reason, told.exit_code) == ("CannotStart", 127)
-    assert "/no/such/program" in told.message
+    assert program in told.message
+    assert advice in told.message
     assert launched.process.poll() is None
 
 

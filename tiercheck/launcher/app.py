@@ -454,7 +454,12 @@ class Launcher:
 
 
 def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> LauncherEvent:
-    message = f"{program} cannot be started: {error.strerror}. Check the command of {whose}."
+    advice = f"Check the command of {whose}."
+    if isinstance(error, FileNotFoundError) and Path(program).is_file():
+        advice = "The interpreter that its first line names does not exist in the image."
+    elif " " in program:
+        advice = f"Write each word as an item of its own in the command of {whose}."
+    message = f"{program} cannot be started: {error.strerror}. {advice}"
     code = 127 if isinstance(error, FileNotFoundError) else 126
     return LauncherEvent("exited", attempt, code, names.CANNOT_START, message)
 
