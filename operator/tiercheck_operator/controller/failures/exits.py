@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
-from tiercheck_operator.controller.failures.hangs import count_in_a_row
+from tiercheck_operator.controller.failures.hangs import count_in_a_row, describe_ended
 from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import NodeView, Observation, PodView
 from tiercheck_operator.model.parsing import trainer_name
@@ -186,8 +186,10 @@ def facts_of_exit(report: Report, pod: PodView) -> Facts:
     return Facts(code, tuple(reasons), (pod.node,) if pod.node else ())
 
 
-def describe_exit(report: Report, pod: PodView | None = None) -> str:
-    """Returns one sentence about how a training command ended, and what to do if that is known."""
+def describe_exit(report: Report, pod: PodView | None = None, ended: str = "") -> str:
+    """Returns one sentence about how a training command ended, and what to do if that is known.
+
+    `ended`: the sentence of `describe_ended`, for what may be a consequence of it."""
     trainer = report.trainer
     code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
     if pod is not None and oom_killed(trainer, pod):
@@ -202,6 +204,8 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
         detail = f": rank {said.rank}: {said.message}{own}"
     log = "" if pod is None else f". Its log: {_logs(pod, trainer)}"
+    if ended and pod is not None and _evidence(trainer, pod) is not _Evidence.OWN:
+        log = f"; {ended}{log}"
     text = f"the training command of worker {report.worker} ended{code}{reason}{detail}"
     return text.rstrip(".")[: 1000 - len(log)] + log
 
@@ -298,6 +302,7 @@ def _failed_start(obs: Observation, recovery: Recovery, pods: Mapping[int, PodVi
     found = sole_origin(obs, pods)
     if (
         found is None
+        or describe_ended(obs, pods)
         or found.trainer.first_step_at is not None
         or oom_killed(found.trainer, pods[found.worker])
     ):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.conditions import Cause, Finding, listed
+from tiercheck_operator.model.conditions import Cause, Finding, listed, numbered
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 
@@ -59,8 +59,24 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     idle = max(0.0, obs.now - since)
     return Hang(
         since,
-        f"no step for {idle:.0f} s: {_hang_message(running, worker)}",
+        f"no step for {idle:.0f} s: {describe_ended(obs, pods) or _hang_message(running, worker)}",
         None if worker is None else pods[worker],
+    )
+
+
+def describe_ended(obs: Observation, pods: Mapping[int, PodView]) -> str:
+    """Returns a sentence about commands that have ended with 0, which others may wait for; empty: none."""
+    reports = {worker: obs.current_reports.get(pods[worker].uid) for worker in sorted(pods)}
+    ended = [
+        worker
+        for worker, report in reports.items()
+        if report is not None and report.trainer.state is TrainerState.SUCCEEDED
+    ]
+    if not ended:
+        return ""
+    return (
+        f"the training command of {numbered(ended, _NAMED)} had ended with exit code 0 before: all ranks "
+        "must make the same steps"
     )
 
 

@@ -9,7 +9,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Kind
 from tiercheck_operator.controller.failures import exits
-from tiercheck_operator.controller.failures.hangs import find_hang
+from tiercheck_operator.controller.failures.hangs import describe_ended, find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -114,7 +114,8 @@ def find_trigger(situation: Situation) -> Trigger | None:
         pod = situation.members[first.worker]
         at = min(report.trainer.ended_at or situation.now for report in failed)
         facts = exits.facts_of_exit(first, pod)
-        return Trigger(exits.cause_of_exit(first, pod), exits.describe_exit(first, pod), at, facts)
+        ended = describe_ended(situation, situation.members)
+        return Trigger(exits.cause_of_exit(first, pod), exits.describe_exit(first, pod, ended), at, facts)
     if status.is_restoring:
         for worker, report in situation.attempt_reports.items():
             if report.restore.state is RestoreState.FAILED:

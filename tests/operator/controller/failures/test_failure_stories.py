@@ -432,6 +432,30 @@ def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_name
     assert "Hung" in world.notices
 
 
+def ended_early(worker: int) -> World:
+    """Back in training; the command of this worker has ended with 0, and the others cannot make a step."""
+    world = trained(hang=HangLimits(steps=2, seconds=20.0))
+    sidecar = world.sidecar(worker)
+    sidecar.trainer = replace(sidecar.trainer, state=TrainerState.SUCCEEDED, exit_code=0)
+    return world
+
+
+def test_worker_whose_command_had_ended_well_is_named_where_others_fail_or_hang_for_it() -> None:
+    said = "the training command of worker 1 had ended with exit code 0 before: all ranks must make the same"
+    world = ended_early(1)
+    world.crash(0, message="Connection closed by peer")
+    world.recovered_from("TrainerCrash", "worker 0 ended with exit code 1: Connection closed by peer", said)
+    assert world.status.failed_start is None
+    world = ended_early(1)
+    for worker in (0, 2, 3):
+        sidecar = world.sidecar(worker)
+        sidecar.trainer = replace(sidecar.trainer, stalled_since=world.now)
+    world.recovered_from("Hung", said)
+    world = ended_early(1)
+    world.crash(0, code=43, message="bad data")
+    assert said not in world.recovered()["message"], "that is a reason of its own"
+
+
 def test_hang_without_a_laggard_sends_the_reader_to_the_stacks() -> None:
     world = hanging_world(None)
     summary = world.recovered()
