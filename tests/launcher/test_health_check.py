@@ -241,6 +241,17 @@ def test_words_of_a_rank_are_told_rather_than_torchruns_report() -> None:
     output.close()
 
 
+def test_lines_of_tiercheck_are_no_reason_of_a_failure() -> None:
+    output = RelayedOutput()
+    os.write(output.writing, b"no data\ntiercheck: starts at step 0\n")
+    assert output.last_lines() == "no data"
+    output.forget()
+    os.write(output.writing, b"tiercheck: NoFreeSlot: step 4\n")
+    assert output.last_lines() == ""
+    output.close_writing()
+    output.close()
+
+
 def test_what_is_written_right_before_the_end_reaches_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     """Also of a health check that passed, whose lines nobody asks for."""
     output = RelayedOutput()

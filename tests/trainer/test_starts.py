@@ -23,6 +23,7 @@ from torch import nn
 from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck import Checkpointer
 from tiercheck.trainer import process
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import find
 from tiercheck.trainer.process import describe_error, exit_code_of, reason_of
 
@@ -400,6 +401,7 @@ reads_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="re
 AT_EXIT = """
 import atexit
 from tiercheck.trainer import process
+from tiercheck.trainer.backends.backend import log
 process.wait_until_idle = lambda: print("waited")
 import torch
 from tiercheck import Checkpointer
@@ -461,3 +463,14 @@ def test_a_checkpointer_makes_its_process_wait_after_all_later_hooks(tmp_path: P
         check=True,
     )
     assert run.stdout.split("\n")[:2] == ["later hook", "waited"]
+
+
+def test_warnings_are_marked_as_tierchecks_where_the_script_configures_no_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.warning("NoFreeSlot: step 3")
+    assert capsys.readouterr().err == "", "the script's own handlers have it"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log.warning("NoFreeSlot: step %d", 4)
+    log.info("nothing that must be read")
+    assert capsys.readouterr().err == "tiercheck: NoFreeSlot: step 4\n"

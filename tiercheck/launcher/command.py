@@ -64,11 +64,12 @@ class RelayedOutput:
         self._said = b""
 
     def last_lines(self) -> str:
-        """Returns the last lines of output joined into one; empty if there is none."""
+        """Returns the last lines of output joined into one; empty if there is none but TierCheck's own."""
         self.relay()
         report = _TORCHRUN.search(self._said)
         said = (self._said[: report.start()].strip() if report else b"") or self._said
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith("tiercheck: ")]
         return " / ".join(lines[-_LINES:])[-_CHARACTERS:]
 
     def close_writing(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,7 +97,18 @@ def _placed(
     return Shard(Piece(shape, Box(tuple(offset), tuple(extent))), (mesh, dims))
 
 
+class _UnconfiguredLogging(logging.Handler):
+    """Writes warnings to stderr while the script has configured no logging, as Python's last resort does.
+
+    The prefix shows who speaks, and the launcher does not take the lines for the reason of a failure."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and log.handlers == [self]:
+            print(f"tiercheck: {self.format(record)}", file=sys.stderr, flush=True)
+
+
 log = logging.getLogger("tiercheck")
+log.addHandler(_UnconfiguredLogging(logging.WARNING))
 
 _held: set[tuple[int, str]] = set()
 """The process and place of each `Claim`."""
