@@ -152,8 +152,7 @@ def inject(
 def with_labels(pod: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an attached pod with the labels by which it is found, as its sidecar's environment has them.
     Another webhook may have removed or changed them since."""
-    new: dict[str, Any] = copy.deepcopy(dict(pod))
-    sidecar = next(c for c in new["spec"]["initContainers"] if c["name"] == names.SIDECAR_CONTAINER)
+    sidecar = next(c for c in pod["spec"]["initContainers"] if c["name"] == names.SIDECAR_CONTAINER)
     env = {entry["name"]: entry.get("value") or "" for entry in sidecar.get("env") or []}
     ours = {
         names.LABEL_JOB: env.get(names.ENV_JOB, "").partition("/")[2],
@@ -161,16 +160,15 @@ def with_labels(pod: Mapping[str, Any]) -> dict[str, Any]:
         names.LABEL_WORKER: env.get(names.ENV_WORKER),
     }
     known = {name: value for name, value in ours.items() if value}
-    new["metadata"]["labels"] = {**(new["metadata"].get("labels") or {}), **known}
-    return new
+    metadata = pod["metadata"]
+    return {**pod, "metadata": {**metadata, "labels": {**(metadata.get("labels") or {}), **known}}}
 
 
 def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """Returns the pod unchanged except for an annotation with the reason."""
-    new: dict[str, Any] = copy.deepcopy(dict(pod))
-    metadata = new.setdefault("metadata", {})
-    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.ANNOTATION_NOT_ATTACHED: sentence}
-    return new
+    metadata = pod.get("metadata") or {}
+    noted = {**(metadata.get("annotations") or {}), names.ANNOTATION_NOT_ATTACHED: sentence}
+    return {**pod, "metadata": {**metadata, "annotations": noted}}
 
 
 def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
