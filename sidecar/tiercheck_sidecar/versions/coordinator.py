@@ -182,8 +182,6 @@ class Coordinator:
             return TierAnswer(number, f"it is not understood: {error}", whole=base is not None)
         except NotNow as error:
             return TierAnswer(number, str(error))
-        finally:
-            self._publish_refusals()
         caller.report, caller.number = report, number
         return answer
 
@@ -203,7 +201,8 @@ class Coordinator:
         if wrong:
             self._refuse(head.worker, wrong)
             raise NotNow(f"the report is refused: {wrong}")
-        self._refused.pop(head.worker, None)
+        if self._refused.pop(head.worker, None) is not None:
+            self._publish_refusals()
         # A worker with refused reports is not waited for at the end.
         self._reported_at[head.worker] = self._clock()
         if head.placement and head.placement != directive.placement:
@@ -219,7 +218,9 @@ class Coordinator:
             return
         self._attempt, self._placement = directive.attempt, directive.placement
         self._table, self._reports, self._verdict = RankTable(), {}, None
-        self._refused = {}
+        if self._refused:
+            self._refused = {}
+            self._publish_refusals()
         if same:
             # The new holders have to be filled first, and reports under the old placement do not count.
             self._final = set(self._done)  # these may have ended, and add nothing under any placement
@@ -265,11 +266,11 @@ class Coordinator:
             log.warning("the report of worker %d is refused: %s", worker, why)
         self._refused[worker] = why
         self._state.count(refused_reports=1)
+        self._publish_refusals()
 
     def _publish_refusals(self) -> None:
-        """Publishes refused reports as a problem. Not called under the lock."""
-        with self._lock:
-            refused = sorted(self._refused.items())
+        """Publishes refused reports as a problem."""
+        refused = sorted(self._refused.items())
         more = f", and so are those of {len(refused) - 1} other workers" if len(refused) > 1 else ""
         sentence = "".join(
             f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]
@@ -285,9 +286,7 @@ class Coordinator:
                 return None
             self._enter(directive)
             self._recompute(directive)
-            verdict = None if self._verdict == self._sent else self._verdict
-        self._publish_refusals()
-        return verdict
+            return None if self._verdict == self._sent else self._verdict
 
     def _recompute(self, directive: Directive) -> None:
         """Recomputes the verdict.
