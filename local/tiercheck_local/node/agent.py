@@ -22,7 +22,7 @@ from typing import Any
 from tiercheck.protocol.encoding import from_json
 from tiercheck_local import controlplane, markers
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_local.controllers.scheduler import ready_status
+from tiercheck_local.controllers.scheduler import is_finished, ready_status
 from tiercheck_local.node.pod import Pod, Settings
 from tiercheck_operator.kubernetes.api_server import LEASES, NODES, PODS, ApiFailure
 from tiercheck_operator.model.status import parse_time, rfc3339
@@ -122,26 +122,16 @@ class Registration(WokenController):
             await asyncio.sleep(_LEASE_SECONDS)
 
     async def _renew(self) -> None:
-        renewal = {"spec": {"renewTime": _micro_time()}}
+        name, renewed = self._settings.name, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {"holderIdentity": name, "leaseDurationSeconds": 2, "renewTime": renewed}
         try:
-            await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
+            await self._client.patch(LEASES, LEASE_NAMESPACE, name, {"spec": spec})
         except ApiFailure as failure:
-            if failure.status != 404:
+            if not failure.not_found:
                 raise
-            await self._create_lease()
-
-    async def _create_lease(self) -> None:
-        lease = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": self._settings.name, "namespace": LEASE_NAMESPACE},
-            "spec": {
-                "holderIdentity": self._settings.name,
-                "leaseDurationSeconds": 2,
-                "renewTime": _micro_time(),
-            },
-        }
-        await self._client.create(LEASES, LEASE_NAMESPACE, lease)
+            metadata = {"name": name, "namespace": LEASE_NAMESPACE}
+            lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": spec}
+            await self._client.create(LEASES, LEASE_NAMESPACE, lease)
 
 
 Object = Mapping[str, Any]
@@ -181,15 +171,13 @@ class Agent:
             return
         pod = self._pods.get(metadata["uid"])
         if pod is None:
-            if (manifest.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
-                if metadata.get("deletionTimestamp"):
-                    self._spawn_delete(manifest)
+            if is_finished(manifest) and not metadata.get("deletionTimestamp"):
                 return
             on_host = bool(manifest["spec"].get("hostNetwork"))
             ip = self._settings.address if on_host else next(self._addresses)
             pod = Pod(manifest, ip, self._client, self._settings, allocatable(self._settings))
             self._pods[metadata["uid"]] = pod
-            if metadata.get("deletionTimestamp"):  # never started here: nothing to stop
+            if metadata.get("deletionTimestamp"):  # nothing runs here that would have to be stopped
                 pod.terminate(0)
                 return
             log.info("pod %s/%s starts at %s", pod.namespace, pod.name, pod.ip)
@@ -204,12 +192,6 @@ class Agent:
             log.info("pod %s/%s is gone", pod.namespace, pod.name)
             pod.vanish()
 
-    def _spawn_delete(self, manifest: Object) -> None:
-        metadata = manifest["metadata"]
-        pod = Pod(manifest, "", self._client, self._settings, {})
-        self._pods[metadata["uid"]] = pod
-        pod.terminate(0)
-
     def _lose_every_pod(self) -> None:
         log.warning("every pod of node %s is lost", self._settings.name)
         markers.kill(markers.POD, markers.place(self._settings.cluster, self._settings.name))
@@ -222,10 +204,6 @@ class Agent:
             address = f"{self._settings.address_prefix}.{last}"
             if all(pod.ip != address for pod in self._pods.values()):
                 yield address
-
-
-def _micro_time() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _grace_left(manifest: Object) -> float:

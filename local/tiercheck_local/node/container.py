@@ -305,7 +305,10 @@ class Container:
             if not good:
                 self._kill_softly()
 
-        run, ports = self._exec(recipe), self._ports()
+        ports = {
+            each["name"]: each["containerPort"] for each in self.spec.get("ports") or [] if "name" in each
+        }
+        run = self._exec(recipe)
         if "startupProbe" in self.spec:
             await watch_probe(
                 self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True
@@ -325,11 +328,6 @@ class Container:
         hook = (self.spec.get("lifecycle") or {}).get("preStop")
         if hook and "sleep" in hook:
             await asyncio.sleep(min(grace, float(hook["sleep"]["seconds"])))
-
-    def _ports(self) -> dict[str, int]:
-        return {
-            port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port
-        }
 
     def _exec(self, recipe: ContainerRecipe) -> Exec:
         async def run(command: list[str]) -> bool:

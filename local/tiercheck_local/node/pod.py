@@ -214,22 +214,20 @@ class Pod:
 
     async def _recipes(self) -> dict[str, ContainerRecipe]:
         """Resolves all that the manifest refers to; reports and awaits what is missing, as a kubelet does."""
+        for each in self._containers:
+            if NO_IMAGE in (image := each.spec.get("image", "")):
+                each.wait_with("ErrImagePull", f'failed to pull image "{image}": not found')
+                await asyncio.Event().wait()
         pause = 0.2
         while True:
             try:
-                for each in self._containers:
-                    if NO_IMAGE in each.spec.get("image", ""):
-                        raise _NoImage(each)
                 lookup = await environment.fetch_references(self._client, self.manifest)
                 folders = environment.prepare(self._facts, self._settings.roots, lookup)
                 return {
                     container.name: self._recipe(container, folders, lookup) for container in self._containers
                 }
-            except _NoImage as error:
-                reason, message, first = "ErrImagePull", str(error), error.container
             except BadReference as error:
-                reason, message, first = "CreateContainerConfigError", str(error), self._containers[0]
-            first.wait_with(reason, message)
+                self._containers[0].wait_with("CreateContainerConfigError", str(error))
             await asyncio.sleep(pause)
             pause = min(2.0, pause * 2)
 
@@ -269,12 +267,6 @@ class Pod:
         return ContainerRecipe(
             [translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate
         )
-
-
-class _NoImage(Exception):
-    def __init__(self, container: Container) -> None:
-        super().__init__(f'failed to pull image "{container.spec["image"]}": not found')
-        self.container = container
 
 
 def _report_death(task: asyncio.Task[Any], what: str) -> None:
