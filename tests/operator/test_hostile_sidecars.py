@@ -300,7 +300,7 @@ def test_no_lie_ends_a_decision_or_makes_a_status_that_is_refused(seed: int) -> 
     numbers.choice(EVENTS)(world)
     for _ in range(12):
         world.tick()
-        assert not faults(render_record(world.status), _STATUS)
+        assert not list(faults(render_record(world.status), _STATUS))
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,11 @@ def prepare_definition(crd: Object) -> list[FieldCause]:
             FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group')
         )
     if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
+        versions = " ".join(version.get("name", "") for version in spec["versions"])
         found.append(
             FieldCause(
                 "spec.versions",
-                f"Invalid value: {_versions(spec)}: must have exactly one version marked as storage version",
+                f"Invalid value: [{versions}]: must have exactly one version marked as storage version",
             )
         )
     for index, version in enumerate(spec["versions"]):
@@ -178,10 +179,6 @@ def prepare_definition(crd: Object) -> list[FieldCause]:
         else:
             found.extend(_schema_faults(version["schema"]["openAPIV3Schema"], at))
     return found
-
-
-def _versions(spec: Object) -> str:
-    return "[" + " ".join(version.get("name", "") for version in spec["versions"]) + "]"
 
 
 def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -24,51 +23,48 @@ from tiercheck_local.apiserver.store.storage import Change, Expired, ObjectStora
 _BOOKMARK_SECONDS = 55.0
 
 
-@dataclass(frozen=True)
-class WatchOptions:
-    """The options of a watch. If `version` is None or 0, existing objects come first, as if just added."""
-
-    version: int | None
-    bookmarks: bool
-    initial_events: bool
-    seconds: float
-
-
 async def stream(
-    storage: ObjectStorage, view: ResponseView, namespace: str, selects: Predicate, options: WatchOptions
+    storage: ObjectStorage,
+    view: ResponseView,
+    namespace: str,
+    selects: Predicate,
+    *,
+    version: int | None,
+    bookmarks: bool,
+    initial_events: bool,
+    seconds: float,
 ) -> AsyncIterator[bytes]:
-    """Yields the lines of a watch response; for a history that is not kept, one ERROR event (410)."""
+    """Yields the lines of a watch response; for a history that is not kept, one ERROR event (410).
+    If `version` is None or 0, existing objects come first, as if just added."""
     encoder = _Encoder(view)
     collection = view.resource.collection
     queue: asyncio.Queue[Change] = asyncio.Queue()
     unsubscribe = storage.subscribe(collection, queue.put_nowait)
     try:
         seen = storage.version
-        initial = options.initial_events or not options.version
-        if initial:
+        if initial_events or not version:
             for _, value in storage.items(collection, namespace):
                 if selects(value):
                     yield encoder.event("ADDED", value)
-            if options.initial_events and options.bookmarks:
+            if initial_events and bookmarks:
                 yield encoder.bookmark(seen, end_of_initial=True)
         else:
-            assert options.version is not None
             try:
-                missed = list(storage.changes_after(collection, options.version))
+                missed = list(storage.changes_after(collection, version))
             except Expired as error:
-                why = f"too old resource version: {options.version} ({error.oldest})"
+                why = f"too old resource version: {version} ({error.oldest})"
                 yield encoder.failure(errors.ApiError(410, "Expired", why))
                 return
             for change in missed:
                 if (line := encoder.change(change, namespace, selects)) is not None:
                     yield line
-        deadline = asyncio.get_running_loop().time() + options.seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             try:
                 async with asyncio.timeout(min(left, _BOOKMARK_SECONDS)):
                     change = await queue.get()
             except TimeoutError:
-                if options.bookmarks:
+                if bookmarks:
                     yield encoder.bookmark(storage.version)
                 continue
             if change.version > seen and (line := encoder.change(change, namespace, selects)) is not None:
@@ -222,17 +218,20 @@ class _Handler:
             seconds = float(query.get("timeoutSeconds") or 0) or random.uniform(1800, 3600)
         except ValueError as error:
             raise errors.bad_request(f"invalid watch parameter: {error}") from error
-        options = WatchOptions(
+        selects = selection(target, query)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        lines = stream(
+            self._objects.storage,
+            chosen,
+            target.namespace,
+            selects,
             version=version,
             bookmarks=query.get("allowWatchBookmarks") in ("true", "1"),
             initial_events=query.get("sendInitialEvents") in ("true", "1"),
             seconds=seconds,
         )
-        selects = selection(target, query)
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        response.enable_chunked_encoding()
-        await response.prepare(request)
-        lines = stream(self._objects.storage, chosen, target.namespace, selects, options)
         try:
             async for line in lines:
                 await response.write(line)

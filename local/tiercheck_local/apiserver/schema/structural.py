@@ -61,12 +61,8 @@ def _accept(value: Any, schema: Object, unknown: list[str], path: str = "", root
     return result
 
 
-def faults(value: Any, schema: Object, path: str = "") -> list[FieldCause]:
-    """Returns everything that is wrong with `value`, CEL rules aside."""
-    return list(_faults(value, schema, path))
-
-
-def _faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
+def faults(value: Any, schema: Object, path: str = "") -> Iterator[FieldCause]:
+    """Yields everything that is wrong with `value`, CEL rules aside."""
     if value is None and schema.get("nullable"):
         return
     wrong = _wrong_type(value, schema, path)
@@ -88,7 +84,7 @@ def _faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
         yield from _list_faults(value, schema, path)
     elif isinstance(value, dict):
         yield from _object_faults(value, schema, path)
-    if "anyOf" in schema and all(any(_faults(value, part, path)) for part in schema["anyOf"]):
+    if "anyOf" in schema and all(any(faults(value, part, path)) for part in schema["anyOf"]):
         yield _invalid("", path, "must validate at least one schema (anyOf)")
 
 
@@ -154,7 +150,7 @@ def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCau
 def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldCause]:
     yield from _count_faults(len(value), schema, path, "items")
     for index, item in enumerate(value):
-        yield from _faults(item, schema.get("items", {}), f"{path}[{index}]")
+        yield from faults(item, schema.get("items", {}), f"{path}[{index}]")
     kind = schema.get("x-kubernetes-list-type")
     seen: list[Any] = []
     for index, item in enumerate(value if kind in ("map", "set") else ()):
@@ -178,9 +174,9 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCa
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     for key, item in value.items():
         if key in known:
-            yield from _faults(item, known[key], _join(path, key))
+            yield from faults(item, known[key], _join(path, key))
         elif isinstance(others, dict):
-            yield from _faults(item, others, _join(path, key))
+            yield from faults(item, others, _join(path, key))
 
 
 def _count_faults(count: int, schema: Object, path: str, what: str) -> Iterator[FieldCause]:
@@ -240,7 +236,7 @@ class CustomVersion:
     def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
         """Returns what is wrong with `value`. Rules run only on a value of the shape that they assume."""
         body = {k: v for k, v in value.items() if k not in _OWN}
-        found = faults(body, self.schema)
+        found = list(faults(body, self.schema))
         if any(cause.reason in _BLOCKING for cause in found):
             return [*found, _NOT_CHECKED] if self.rules.any else found
         return found + list(self.rules.faults(value, old))
