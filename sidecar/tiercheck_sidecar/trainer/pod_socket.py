@@ -89,9 +89,6 @@ class TrainerSocket:
         for sealer in self._sealers:
             sealer.join()
 
-    def _submit(self, kind: Kind, work: Callable[[], None]) -> None:
-        self._written[kind].put(work)
-
     def _seal(self, kind: Kind) -> None:
         while (work := self._written[kind].get()) is not None:
             work()
@@ -118,7 +115,12 @@ class TrainerSocket:
                     self._serve_listener(connection, lines, hello)
                 elif hello.role == "rank":
                     RankSession(
-                        self._state, self._vault, self._submit, connection, hello, lender=self._reach.lender()
+                        self._state,
+                        self._vault,
+                        lambda kind, work: self._written[kind].put(work),
+                        connection,
+                        hello,
+                        lender=self._reach.lender(),
                     ).serve(lines)
                 else:
                     log.warning("a connection with role %r is closed", hello.role)

@@ -292,42 +292,39 @@ class Coordinator:
         """Recomputes the verdict.
         An error leaves it as it was, because the end of this thread would end the sidecar."""
         try:
-            self._compute(directive)
+            world = directive.workers * directive.procs_per_worker
+            self._watermarks, verdict = compute_watermarks(
+                world, self._table, directive.history, self._watermarks, directive.policy.prove_steps
+            )
+            stored = [version for version in self._stored or () if directive.history.accepts(version)]
+            upload = None
+            if self._state.config.remote is not None:
+                upload = next_upload(
+                    self._watermarks,
+                    directive.history,
+                    self._table.shapes,
+                    stored=stored,
+                    every=directive.policy.remote_every,
+                    current=self._uploading,
+                    finishing=directive.phase is Phase.FINISH,
+                )
+            self._uploading, sizes = upload, (world, directive.policy.snapshot_every)
+            if self._cadence is None or self._cadence[0] != sizes:
+                self._cadence = sizes, decide(world, self._needs, sizes[1])
+            verdict = dataclasses.replace(
+                verdict,
+                watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
+                upload=upload,
+                placement=directive.placement,
+                stored=None if self._stored is None else tuple(sorted(stored)[-_MOST_STORED:]),
+                cadence=self._cadence[1],
+                over=self._is_over(directive, upload),
+            )
+            if verdict != self._verdict:
+                self._verdict = verdict
         except Exception:
             log.exception("the verdict cannot be computed from the reports")
         self._is_dirty = False
-
-    def _compute(self, directive: Directive) -> None:
-        world = directive.workers * directive.procs_per_worker
-        self._watermarks, verdict = compute_watermarks(
-            world, self._table, directive.history, self._watermarks, directive.policy.prove_steps
-        )
-        stored = [version for version in self._stored or () if directive.history.accepts(version)]
-        upload = None
-        if self._state.config.remote is not None:
-            upload = next_upload(
-                self._watermarks,
-                directive.history,
-                self._table.shapes,
-                stored=stored,
-                every=directive.policy.remote_every,
-                current=self._uploading,
-                finishing=directive.phase is Phase.FINISH,
-            )
-        self._uploading, sizes = upload, (world, directive.policy.snapshot_every)
-        if self._cadence is None or self._cadence[0] != sizes:
-            self._cadence = sizes, decide(world, self._needs, sizes[1])
-        verdict = dataclasses.replace(
-            verdict,
-            watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
-            upload=upload,
-            placement=directive.placement,
-            stored=None if self._stored is None else tuple(sorted(stored)[-_MOST_STORED:]),
-            cadence=self._cadence[1],
-            over=self._is_over(directive, upload),
-        )
-        if verdict != self._verdict:
-            self._verdict = verdict
 
     def _is_over(self, directive: Directive, upload: Version | None) -> bool:
         if directive.phase is not Phase.FINISH:

@@ -169,6 +169,7 @@ class TierClient:
         return Needs(room.snapshot, delta, takes)
 
     def _report(self, directive: Directive, report: WorkerState) -> bool:
+        """Sends what has changed, or the full report if that is required; returns whether it is accepted."""
         # At the end the controller may name no coordinator, because its pod has ended according to
         # Kubernetes.
         host = directive.coordinator.host or (self._line.host if self._line else "")
@@ -180,8 +181,21 @@ class TierClient:
                 self._line.close()
             self._line = CoordinatorClient(self._state.config, host, self._follow)
             self._base = self._unanswered = None
+        line = self._line
         try:
-            self._send(self._line, report)
+            if not line.is_open:
+                self._base = self._unanswered = None
+            if self._unanswered is not None:
+                self._settle(line.wait())
+            for base in (self._base, None):
+                self._number += 1
+                self._unanswered = report
+                update = difference(base, report, self._number, self._number - 1)
+                answer = self._settle(line.send(encode(update), self._number))
+                if not answer.whole:
+                    break
+            if answer.refused:
+                raise CallFailed(f"{host}: {answer.refused}")
         except CallFailed as error:
             log.debug("the coordinator: %s", error)
             if not isinstance(error, AnswerLate):
@@ -193,22 +207,6 @@ class TierClient:
         left_out = {Artifact(rank, each) for rank, shape in shapes for each in shape.held.value.leaving}
         self._state.releases.report_accepted(frozenset(left_out))
         return True
-
-    def _send(self, line: CoordinatorClient, report: WorkerState) -> None:
-        """Sends a difference, or the full report if that is required. Raises CallFailed."""
-        if not line.is_open:
-            self._base = self._unanswered = None
-        if self._unanswered is not None:
-            self._settle(line.wait())
-        for base in (self._base, None):
-            self._number += 1
-            self._unanswered = report
-            update = difference(base, report, self._number, self._number - 1)
-            answer = self._settle(line.send(encode(update), self._number))
-            if not answer.whole:
-                break
-        if answer.refused:
-            raise CallFailed(f"{line.host}: {answer.refused}")
 
     def _settle(self, answer: TierAnswer) -> TierAnswer:
         """Records the answer to the last report."""

@@ -316,9 +316,10 @@ class SidecarBackend:
         with self._request_lock:
             link = self._connected()
             try:
-                reply = self._exchange(link, request, timeout)
+                reply = link.exchange(request, Reply, timeout)
             except LinkBroken as error:
                 raise Skipped("SidecarGone", f"{request.op}: {error}") from error
+            self.every = reply.snapshot_every or self.every
         if reply.skip:
             raise Skipped("NoFreeSlot", reply.skip)
         if not reply.ok:
@@ -326,11 +327,6 @@ class SidecarBackend:
                 link.close()  # the next hello shows whether this attempt is over
             raise Skipped("SidecarRefused", reply.error or f"{request.op} was refused")
         return reply.path
-
-    def _exchange(self, link: SidecarLink, request: Request, timeout: float) -> Reply:
-        reply = link.exchange(request, Reply, timeout)
-        self.every = reply.snapshot_every or self.every
-        return reply
 
     def _connected(self) -> SidecarLink:
         """Returns the link, opened again if it broke and its backoff is over. Raises Skipped."""
@@ -344,7 +340,7 @@ class SidecarBackend:
             link = self._connect()
             for report in list(self._lasting.values()):
                 if isinstance(report, ReportRestored) or report.message:
-                    self._exchange(link, report, ANSWER_SECONDS)
+                    link.exchange(report, Reply, ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])

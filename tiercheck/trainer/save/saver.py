@@ -281,7 +281,11 @@ class Saver:
         self._unfinished.append(job)
 
     def _finish(self, job: Job) -> None:
-        self._land(job)
+        self._busy_since, self._landing = 0.0, True  # the device's time is not the sidecar's
+        try:
+            job.land()
+        finally:
+            self._busy_since, self._landing = time.monotonic(), False
         job.finish()
         if job.kind is Kind.SNAPSHOT:
             self._lack("")
@@ -291,13 +295,6 @@ class Saver:
             self.captured += job.kind is Kind.SNAPSHOT
             self.deltas += job.kind is Kind.DELTA
         self._backend.flush()  # progress: this thread may never be idle between steps
-
-    def _land(self, job: Job) -> None:
-        self._busy_since, self._landing = 0.0, True  # the device's time is not the sidecar's
-        try:
-            job.land()
-        finally:
-            self._busy_since, self._landing = time.monotonic(), False
 
     def _flush(self, done: threading.Event) -> None:
         """Delivers pending progress, and wakes the waiting caller."""
