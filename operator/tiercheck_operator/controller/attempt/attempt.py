@@ -82,13 +82,18 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Find
     remote = problem.remote
     # A sidecar with a newer attempt than the status, which was edited or restored, would refuse a lower one.
     number = max(status.attempt, situation.newest_attempt) + 1
-    if first and remote.versions and not _ranks_known(reports):
+    # Only worker 0 reads how many ranks the remote tier's versions have.
+    counted = any(
+        report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)
+        for report in reports
+    )
+    if first and remote.versions and not counted:
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
         history = inventories.adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
-        number = max(number, inventories.last_attempt(remote) + 1)
+        number = max([number, *(version.attempt + 1 for version in remote.usable)])
     problem = replace(
         problem,
         history=history,
@@ -222,14 +227,6 @@ def _why_all_anew(status: JobRecord, recovery: Recovery, step: int, same_size: b
         return "the job has another number of ranks now"
     once = recovery.undone or recovery.tries <= 1  # then a replacement may be what cannot join the others
     return "" if once else "not all of them had made a step"
-
-
-def _ranks_known(reports: list[Report]) -> bool:
-    """Returns whether the rank counts of the remote tier's versions are known; only worker 0 reads them."""
-    return any(
-        report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)
-        for report in reports
-    )
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Finding:

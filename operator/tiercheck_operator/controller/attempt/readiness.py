@@ -18,7 +18,6 @@ from typing import Any
 from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
 from tiercheck_operator.controller.members import replacing
 from tiercheck_operator.controller.observe.situation import Situation
@@ -143,17 +142,11 @@ def waiting_to_retry(obs: Observation, recovery: Recovery) -> Finding | None:
     times, tried = len(recovery.failed_versions), obs.job.status.restored_version
     if times < 2 or tried is None:
         return None
-    if times < _EXPLAINED and any(_explains(report, tried) for report in obs.all_attempt_reports):
-        return None
+    bad = (entry.version for report in obs.all_attempt_reports for entry in report.quarantined)
+    if times < _EXPLAINED and any(tried.step - LONGEST_CADENCE <= each.step <= tried.step for each in bad):
+        return None  # a copy that the restore may have needed was found bad
     left = recovery.detected_at + obs.patience.retry - obs.now
     return Finding(conditions.RETRYING, recovery.message, left) if left > 0 else None
-
-
-def _explains(report: Report, tried: Version) -> bool:
-    """Returns whether a copy that the restore of `tried` may have needed was found bad."""
-    return any(
-        tried.step - LONGEST_CADENCE <= entry.version.step <= tried.step for entry in report.quarantined
-    )
 
 
 def _answered(obs: Observation, pod: PodView, since: float) -> bool:

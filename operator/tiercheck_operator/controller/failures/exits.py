@@ -168,11 +168,6 @@ def _from_outside(trainer: TrainerReport, pod: PodView) -> bool:
     return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == names.GPU_FAULT
 
 
-def cause_of_exit(report: Report, pod: PodView) -> Cause:
-    """Returns the cause of a training command's failure."""
-    return Cause.OOM_KILLED if oom_killed(report.trainer, pod) else Cause.TRAINER_CRASH
-
-
 def facts_of_exit(report: Report, pod: PodView) -> Facts:
     """Returns the facts of the exit that rules may match."""
     trainer = report.trainer

@@ -115,7 +115,8 @@ def find_trigger(situation: Situation) -> Trigger | None:
         at = min(report.trainer.ended_at or situation.now for report in failed)
         facts = exits.facts_of_exit(first, pod)
         ended = describe_ended(situation, situation.members)
-        return Trigger(exits.cause_of_exit(first, pod), exits.describe_exit(first, pod, ended), at, facts)
+        cause = Cause.OOM_KILLED if exits.oom_killed(first.trainer, pod) else Cause.TRAINER_CRASH
+        return Trigger(cause, exits.describe_exit(first, pod, ended), at, facts)
     if status.is_restoring:
         for worker, report in situation.attempt_reports.items():
             if report.restore.state is RestoreState.FAILED:

@@ -18,7 +18,6 @@ from tiercheck_operator.manifests.owned import spare_name
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, CreateSpare, Promote
 from tiercheck_operator.model.conditions import Finding
-from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.topology import HOST, Level, Topology
 
@@ -86,7 +85,13 @@ def keep_spares(situation: Situation) -> Upkeep:
         loss = classify_pod(situation, pod, {})
         actions += replacing.remove_pod(situation, pod, loss or "this spare has not answered for too long")
     hindered = [pod for pod in left if replacing.is_held_by_avoidance(situation, pod)]
-    surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
+    ready = {pod.uid for pod in pool.ready}
+    # Those that are not ready go first, then the youngest.
+    order = sorted(
+        (pod for pod in left if pod not in hindered),
+        key=lambda pod: (pod.uid in ready, -(pod.spare or 0)),
+    )
+    surplus = order[: max(0, len(order) - situation.wanted_spares)]
     for pod in hindered:
         actions += replacing.remove_pod(
             situation, pod, "this spare found no node, and its next one avoids fewer"
@@ -99,7 +104,9 @@ def keep_spares(situation: Situation) -> Upkeep:
     housed = map(situation.membership.housed, (n for n in range(situation.size) if n not in taken))
     if missing <= 0 or not all(housed):  # a new spare must not take the place of a worker
         return Upkeep(takeovers, tuple(actions))
-    pause = _pause(situation, pool)
+    # Spares that fail are not replaced in a loop.
+    failed = [pod.began for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
+    pause = max(failed) + situation.patience.retry - situation.now if failed else 0.0
     if pause > 0:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
@@ -186,19 +193,6 @@ def _needs_pod(membership: Membership, worker: int) -> bool:
     """Returns whether a spare should replace the worker's pod: it is missing, has no node, or must leave."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
     return member is None or member.unschedulable or (going is not None and going.new is None)
-
-
-def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:
-    """Returns the spares beyond `wanted`: those that are not ready first, then the youngest."""
-    ready = {pod.uid for pod in pool.ready}
-    order = sorted(left, key=lambda pod: (pod.uid in ready, -(pod.spare or 0)))
-    return order[: max(0, len(left) - wanted)]
-
-
-def _pause(situation: Situation, pool: SparePool) -> float:
-    """Returns the seconds before another spare is made, so that failing ones are not replaced in a loop."""
-    failed = [pod.began for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
-    return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 
 
 def _topology(situation: Situation) -> tuple[Topology, str]:

@@ -102,16 +102,6 @@ class _Alike:
         return found
 
 
-def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
-    """Returns the artifacts that are bad at every worker: their replay did not give the original state."""
-    return frozenset(
-        Artifact(entry.rank, entry.version, entry.kind)
-        for report in reports
-        for entry in report.quarantined
-        if entry.everywhere
-    )
-
-
 def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventory:
     """Returns what the sidecars together report of the remote tier."""
     if spec.remote is None:
@@ -233,13 +223,14 @@ def pose_recovery(
     spec: JobSpec, size: int, history: History, reports: Sequence[Report], groups: Sequence[CodeGroup] = ()
 ) -> RecoveryProblem:
     """Returns the problem of which version `size` workers can restore, according to the reports."""
+    found_bad = (entry for report in reports for entry in report.quarantined if entry.everywhere)
     return RecoveryProblem(
         ranks=size * spec.procs_per_worker,
         ranks_per_worker=spec.procs_per_worker,
         history=history,
         inventories=build_inventories(reports),
         remote=remote_inventory(spec, reports),
-        bad=bad_everywhere(reports),
+        bad=frozenset(Artifact(entry.rank, entry.version, entry.kind) for entry in found_bad),
         groups=groups,
     )
 
@@ -302,8 +293,3 @@ def oldest_step(found: Iterable[JobInventory], remote: RemoteInventory) -> int |
     ]
     steps = [version.step for kept in places for version in (*kept.snapshots, *kept.deltas)]
     return min([*steps, *(version.step for version in remote.versions)], default=None)
-
-
-def last_attempt(remote: RemoteInventory) -> int:
-    """Returns the newest attempt that left anything in the remote tier; 0 if none did."""
-    return max((version.attempt for version in remote.usable), default=0)

@@ -190,11 +190,9 @@ class Availability:
             common = reduce(and_, (self._chains(bit, each)[0] for each in held))
             shared = [each for each in self.versions if self._bits[each] & common]
             if shared:
-                return max(shared, key=lambda each: (self._owners(self._bits[each]), each))
+                bits, own = self._bits, [snapshots for snapshots, _ in self._own]
+                return max(shared, key=lambda each: (sum(bool(held & bits[each]) for held in own), each))
         return None
-
-    def _owners(self, bit: int) -> int:
-        return sum(bool(snapshots & bit) for snapshots, _ in self._own)
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
         """Returns the places of each rank's chain: own memory, nearest holder, other holders, parity, remote.
