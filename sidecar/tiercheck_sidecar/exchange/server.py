@@ -22,7 +22,7 @@ from tiercheck.connections import UnauthenticatedClient, UnauthenticatedClients,
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import SPARE, ConnectionFailure
 from tiercheck.protocol.signing import SignedAttempt
-from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
+from tiercheck_sidecar.exchange.addresses import OwnAddress, choose_addresses, own_addresses
 from tiercheck_sidecar.exchange.channel import why_no_ucx
 from tiercheck_sidecar.exchange.frames import PeerRequest, PeerResponse, PeerSilent, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit, dial_pod
@@ -134,7 +134,10 @@ class Listeners:
                 except OSError as error:
                     failures.append(f"{host} cannot be listened at: {error.strerror or error}")
             open_now = tuple(each for each in chosen.addresses if each.host in self._listeners)
-        self._publish(open_now)
+        if open_now != self._identity.addresses.own:
+            self._identity.addresses.own = open_now
+            log.info("the exchange also listens at: %s", ", ".join(each.host for each in open_now))
+            self._state.bump()
         if not failures:
             return ""
         there = ", ".join(f"{each.interface} ({each.host})" for each in own)
@@ -142,12 +145,6 @@ class Listeners:
             f"{'; '.join(failures)}. It has {there}. Copies go over the other addresses. Check "
             "spec.tiers.peer.interfaces and the template's annotation k8s.v1.cni.cncf.io/networks"
         )
-
-    def _publish(self, addresses: tuple[NamedAddress, ...]) -> None:
-        if addresses != self._identity.addresses.own:
-            self._identity.addresses.own = addresses
-            log.info("the exchange also listens at: %s", ", ".join(each.host for each in addresses))
-            self._state.bump()
 
 
 _MOST_STRANGERS = 256

@@ -303,7 +303,7 @@ class RestoreSources:
     ) -> None:
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self._remote = remote
-        self._calls = BoundedCalls(self._patience, self._left_behind)
+        self._calls = BoundedCalls(lambda: state.policy.restore_stall, self._left_behind)
 
     def ask(
         self, rank: int, version: Version, sources: Sequence[Source]
@@ -369,9 +369,6 @@ class RestoreSources:
     def lender(self) -> ShardReader:
         """Returns a lender for a rank that is restored on another mesh. The caller closes it."""
         return ShardReader(self._vault, self._state.config.vault_dir / FOLDER, self)
-
-    def _patience(self) -> float:
-        return self._state.policy.restore_stall
 
     def _left_behind(self, left: Mapping[str, int]) -> None:
         """States a problem for as long as a call hangs, because a restore would have to do without it."""

@@ -245,15 +245,25 @@ class Reclaimer:
     ) -> frozenset[tuple[Kind, Version]]:
         """Returns what may be freed from one place. What is decided while a delta is late may be kept for
         longer than needed: until more is sealed there."""
-        owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
-        mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-        unfinished = {
-            artifact.version
-            for artifact in self._vault.unfinished()
-            if artifact.rank == name.rank and artifact.kind is Kind.DELTA
-        }
-        place = _place(name, stock, directive, verdict, plan, hosted=hosted, unfinished=unfinished)
-        return freeable(place, directive.history, verdict, owed if mine else None)
+        history, snapshots, deltas = directive.history, stock.snapshots, stock.deltas
+        if name.tier is Tier.LOCAL:
+            unfinished = {
+                artifact.version
+                for artifact in self._vault.unfinished()
+                if artifact.rank == name.rank and artifact.kind is Kind.DELTA
+            }
+            crowded = directive.parity is None and lacks_delta_slot(deltas, unfinished, plan.delta_slots)
+            place = MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
+            owed = None
+            if verdict is not None and plan.own_slots == OWN_SLOTS and name.rank not in verdict.received:
+                owed = verdict.upload
+            return freeable(place, history, verdict, owed)
+        if name.share is not None:
+            place = MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted[1])
+        else:
+            stranded, crowded = name.rank not in hosted[0], lacks_slot(snapshots, verdict)
+            place = MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=crowded)
+        return freeable(place, history, verdict)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """Returns what must not be freed yet: see `ReleaseHandshake`."""
@@ -266,26 +276,6 @@ class Reclaimer:
         }
         left_out = self._state.releases.propose(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
-
-
-def _place(
-    name: StockPlace,
-    stock: MemoryStock,
-    directive: Directive,
-    verdict: TierVerdict | None,
-    plan: Sizing,
-    *,
-    hosted: Hosted,
-    unfinished: set[Version],
-) -> MemoryPlace:
-    snapshots, deltas = stock.snapshots, stock.deltas
-    if name.tier is Tier.LOCAL:
-        crowded = directive.parity is None and lacks_delta_slot(deltas, unfinished, plan.delta_slots)
-        return MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
-    if name.share is not None:
-        return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted[1])
-    stranded = name.rank not in hosted[0]
-    return MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))
 
 
 def _hosted_by(directive: Directive) -> Hosted:
