@@ -102,6 +102,7 @@ class Operator:
             self._kube,
             config,
             self._metrics,
+            found=self._pod_changed,
             gone=self._forget,
             cluster=ClusterIdentity(self._kube),
             leases=NodeLeases(self._kube),

@@ -13,7 +13,7 @@ from msgspec.json import Decoder
 
 from tiercheck_local.apiserver.http.requests import merge
 from tiercheck_operator.kubernetes.api_server import ApiFailure
-from tiercheck_operator.kubernetes.client import FencedServer, Kube, ObjectMetadata
+from tiercheck_operator.kubernetes.client import FencedServer, Kube, Page
 
 Object = dict[str, Any]
 R = TypeVar("R")
@@ -42,9 +42,8 @@ class AnsweringServer(FencedServer):
     def request(self, method: str, path: str, body: object = None) -> Object:
         return self.answer(method, path, body)
 
-    def list_page(self, path: str) -> tuple[list[ObjectMetadata], str]:
-        text = json.dumps([each["metadata"] for each in self.answer("GET", path, None)["items"]])
-        return Decoder(list[ObjectMetadata]).decode(text), ""
+    def list_page(self, path: str) -> Page:
+        return Decoder(Page).decode(json.dumps(self.answer("GET", path, None)))
 
 
 class ApiModel(Kube):

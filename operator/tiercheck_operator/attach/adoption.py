@@ -160,8 +160,8 @@ class UninjectedPods:
         for path in self._paths:
             looked_after: Counter[str] = Counter()
             try:
-                async for page in self._kube.list_metadata(path, _SELECTOR):
-                    for pod in page:
+                async for page in self._kube.list_pages(path, _SELECTOR):
+                    for pod in page.objects:
                         if looked_after[pod.namespace] < _MOST_OF_NAMESPACE:
                             looked_after[pod.namespace] += await self._look_after(pod)
             except ApiFailure as error:

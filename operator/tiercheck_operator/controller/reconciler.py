@@ -24,7 +24,7 @@ from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes import owned_objects
-from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
+from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube, backoff
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
@@ -75,6 +75,8 @@ class ReconcilerContext:
     lines: Lines = field(default_factory=Lines)
     training: set[str] = field(default_factory=set)
     """The UIDs of the jobs that write progress."""
+    found: Callable[[Mapping[str, Any]], object] = lambda raw: None
+    """Receives a pod that the API server has and the view lacks."""
     gone: Callable[[str], object] = lambda uid: None
     """Receives the UID of a job missing on the API server, whatever watches show; its loop has ended."""
     leases: owned_objects.NodeLeases | None = None
@@ -105,6 +107,8 @@ class JobLoop:
         self._executor = Executor(context.kube, context.config, self._owned_objects, context.cluster)
         self._events = EventPoster(context.kube)
         self._object_events = ObjectEvents(context.kube)
+        self._looked_for: set[str] = set()
+        """The UIDs of the attempt's pods that the view lacked and the API server was asked for."""
         self._kubelets: Mapping[str, float] = {}
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
@@ -247,6 +251,7 @@ class JobLoop:
             self._known, self._read_at = True, context.clock()
         await self._read_owner_size(job)
         await self._look_at_leases(job)
+        await self._look_for_vanished(job)
         observation = self._observe(job)
         began = time.perf_counter()
         decision = decide(observation)
@@ -384,6 +389,19 @@ class JobLoop:
             budget=self._owned_objects.budget,
             budget_problem=self._owned_objects.budget_problem or self._owned_objects.rival_budget,
         )
+
+    async def _look_for_vanished(self, job: JobView) -> None:
+        """Reads, once, each of the attempt's pods that is not in the view: a stale list may lack it."""
+        placement = self._owned_objects.placement
+        if placement is None or placement.attempt != job.status.attempt or self._is_done(job):
+            return
+        present = {pod.uid for pod in self._pods(job)} | self._looked_for
+        for member in placement.members:
+            if member.pod_uid not in present:
+                pod = await self._context.kube.find(PODS, job.namespace, member.pod)
+                self._looked_for.add(member.pod_uid)
+                if pod is not None and pod["metadata"].get("uid") == member.pod_uid:
+                    self._context.found(pod)
 
     def _vanished_members(self, job: JobView, pods: Iterable[PodView]) -> set[str]:
         """Returns the UIDs of the attempt's pods that have no object, as after a forced deletion.

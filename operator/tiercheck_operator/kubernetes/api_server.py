@@ -31,6 +31,9 @@ _LONGEST_HOLD = 30.0
 _MOST_ERROR = 2**20
 """Bytes that are read of an error response."""
 TOO_LARGE = 413
+_BAD_ANSWER = "BadAnswer"
+_NO_SUCH_PATH = "404 page not found"
+"""The API server's answer, without a Status, for a kind that it does not serve."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class ApiFailure(Exception):
 
     @property
     def not_found(self) -> bool:
-        return self.status == 404
+        """Returns whether the API server has no such object or kind; a proxy's 404 says nothing of them."""
+        return self.status == 404 and self.reason != _BAD_ANSWER
 
     @property
     def busy(self) -> bool:
@@ -271,7 +275,7 @@ class ApiServer:
 
     def _unreadable(self, error: Exception) -> ApiFailure:
         why = f"the answer of the API server {self.url} cannot be read: {error}"
-        return ApiFailure(0, why, reason="BadAnswer")
+        return ApiFailure(0, why, reason=_BAD_ANSWER)
 
     def _decode(self, path: str, data: bytes) -> Object:
         return dict(parse_json(data))
@@ -394,7 +398,7 @@ def _refusal(path: str, response: urllib3.BaseHTTPResponse) -> ApiFailure:
         # Priority and fairness answer in plain text, before the call is evaluated.
         considered=response.status == 429
         and (status.get("kind") == "Status" or (path.endswith("/eviction") and bool(status))),
-        reason=str(status.get("reason") or ""),
+        reason=str(status.get("reason") or ("" if status or text == _NO_SUCH_PATH else _BAD_ANSWER)),
     )
 
 

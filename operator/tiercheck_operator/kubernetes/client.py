@@ -7,7 +7,8 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -91,15 +92,14 @@ class FencedServer(ApiServer):
     def _decode(self, path: str, data: bytes) -> Object:
         return object_reader.read_object(data, object_reader.max_object_memory(path)) if data else {}
 
-    def list_page(self, path: str) -> tuple[Sequence[ObjectMetadata], str]:
-        """Returns the metadata of a page of objects, and the continue token; empty: it was the last page."""
+    def list_page(self, path: str) -> Page:
+        """Returns a page of objects' metadata."""
         data = self.read("GET", path, accept=METADATA_ONLY)
         try:
             # Cut first, because managedFields are as deep as the object.
-            page = _PAGE.decode(object_reader.cut_too_deep(data))
+            return _PAGE.decode(object_reader.cut_too_deep(data))
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._unreadable(error) from error
-        return [each.metadata for each in page.items or ()], page.metadata.more
 
     def read(self, method: str, path: str, body: object = None, **options: Any) -> bytes:
         with self._about_to_write() if method != "GET" else contextlib.nullcontext():
@@ -149,27 +149,31 @@ class Kube(ApiClient):
         """Waits until no write is in flight. Returns False if that took longer than `seconds`."""
         return await asyncio.get_running_loop().run_in_executor(None, self.server.idle.wait, seconds)
 
-    async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
-        """Returns UID to resourceVersion, from one consistent read of the storage. Raises ApiFailure."""
-        pages = self.list_metadata(path, query, page)
-        return {each.uid: version_of(each.version) async for page in pages for each in page}
+    async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> ListedState:
+        """Returns a listing from one consistent read of the storage. Raises ApiFailure."""
+        versions, objects = set[int](), dict[str, int]()
+        async for found in self.list_pages(path, query, page):
+            versions.add(version_of(found.metadata.version))
+            objects |= {each.uid: version_of(each.version) for each in found.objects}
+        return ListedState(min(versions), objects)
 
-    async def list_metadata(
+    async def list_pages(
         self, path: str, query: str = "", page: int = _LISTED_AT_ONCE
-    ) -> AsyncIterator[Sequence[ObjectMetadata]]:
+    ) -> AsyncIterator[Page]:
         """Yields pages of metadata, with fewer objects in each if some are large. Raises ApiFailure."""
         more = ""
         while True:
             asked = (query, f"limit={page}", f"continue={more}" if more else "")
             try:
                 address = f"{path}?{'&'.join(filter(None, asked))}"
-                found, more = await self.run(functools.partial(self.server.list_page, address))
+                found = await self.run(functools.partial(self.server.list_page, address))
             except ApiFailure as error:
                 if error.status != TOO_LARGE or page == 1:
                     raise
                 page = max(1, page // 8)
                 continue
             yield found
+            more = found.metadata.more
             if not more:
                 return
 
@@ -209,16 +213,33 @@ class _Entry(msgspec.Struct):
     metadata: ObjectMetadata
 
 
-class _Rest(msgspec.Struct):
+class _ListMetadata(msgspec.Struct):
     more: str = msgspec.field(default="", name="continue")
+    version: str = msgspec.field(default="", name="resourceVersion")
 
 
-class _Page(msgspec.Struct):
-    metadata: _Rest = msgspec.field(default_factory=_Rest)
+class Page(msgspec.Struct):
+    """A page of a list."""
+
+    metadata: _ListMetadata = msgspec.field(default_factory=_ListMetadata)
     items: list[_Entry] | None = None
 
+    @property
+    def objects(self) -> Sequence[ObjectMetadata]:
+        return [each.metadata for each in self.items or ()]
 
-_PAGE = Decoder(_Page)
+
+_PAGE = Decoder(Page)
+
+
+@dataclass(frozen=True)
+class ListedState:
+    """The objects of a kind in one state of the storage."""
+
+    version: int
+    """The state's resourceVersion; 0: unknown."""
+    objects: Mapping[str, int]
+    """UID to resourceVersion."""
 
 
 def version_of(text: object) -> int:

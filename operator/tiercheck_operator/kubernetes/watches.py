@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from tiercheck_operator.kubernetes.api_server import ApiFailure, ApiResource
-from tiercheck_operator.kubernetes.client import Kube, version_of
+from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure, ApiResource
+from tiercheck_operator.kubernetes.client import Kube, ListedState, version_of
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 
 log = logging.getLogger(__name__)
@@ -106,18 +106,25 @@ class Watched(Generic[V]):
     def uids(self) -> frozenset[str]:
         return frozenset(self._seen)
 
+    def newest(self) -> int:
+        """Returns the newest version of any object; 0 if there is none."""
+        return max((version for version, _ in self._seen.values()), default=0)
+
     def compare(
-        self, before: frozenset[str], listed: Mapping[str, int]
+        self, before: frozenset[str], listing: ListedState
     ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-        """Compares with a complete listing, UID to version, that was requested when `before` had been seen.
+        """Compares with a complete listing that was requested when `before` had been seen.
         Returns the UIDs of objects that are certainly gone, and UID to version of objects that exist and were
-        not seen in this version, because the watch is late or stale."""
+        not seen in this version, because the watch is late or stale. A listing that is older than what was
+        seen of an object, as from a cache, cannot show that it is gone."""
+        listed = listing.objects
         unseen = {
             uid: version
             for uid, version in listed.items()
             if uid not in self._seen or self._seen[uid][0] < version
         }
-        return tuple(uid for uid in before if uid not in listed and uid in self._seen), unseen
+        missing = (uid for uid in before if uid not in listed and uid in self._seen)
+        return tuple(uid for uid in missing if self._seen[uid][0] <= listing.version), unseen
 
 
 def date_pod(pod: PodView, known: PodView | None, now: float) -> PodView:
@@ -272,7 +279,8 @@ class Resync:
                     else:
                         log.warning("no job is served yet: %s cannot be listed: %s", kind, error)
             self._look_whether_all_is_seen()
-            pause = self._every if self.complete else min(self._every, 2 * _SETTLE)
+            settled = self.complete and not any(hearing.behind for hearing in self._health.values())
+            pause = self._every if settled else min(self._every, 2 * _SETTLE)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._due.wait()
@@ -284,20 +292,22 @@ class Resync:
 
     async def _compare(self, name: str) -> None:
         kind, hearing = self._kinds[name], self._health[name]
-        before = kind.known.uids()
-        listed: dict[str, int] = {}
+        before, newest = kind.known.uids(), kind.known.newest()
+        listings = []
         for namespace in (self._namespaces if kind.resource.namespaced else ()) or (None,):
             try:
-                listed |= await self._kube.list_versions(kind.resource.path(namespace), kind.query)
+                listings.append(await self._kube.list_versions(kind.resource.path(namespace), kind.query))
             except ApiFailure as error:
-                if not error.not_found:  # the kind is not installed (any more)
+                if not (error.not_found and kind.resource == JOBS):  # the kind is not installed (any more)
                     raise
-        gone, unseen = kind.known.compare(before, listed)
+        objects = {uid: version for each in listings for uid, version in each.objects.items()}
+        listing = ListedState(min((each.version for each in listings), default=0), objects)
+        gone, unseen = kind.known.compare(before, listing)
         for uid in gone:
             log.info("%s %s is gone, and its watch did not say so", name, uid)
             hearing.forgotten(uid)
             await kind.gone(uid)
-        hearing.compared(unseen, asyncio.get_running_loop().time())
+        hearing.compared(unseen, asyncio.get_running_loop().time(), listing.version, newest)
         self._compared.add(name)
 
 
@@ -310,11 +320,16 @@ class WatchHealth:
         """UID to the version that the watch has not shown, and the time since then."""
         self._listed_at: float | None = None
         """The time of the last successful listing, or of the first call of `trouble`."""
+        self._ahead: tuple[int, float] | None = None
+        """The version that was known and no listing has reached, and the time since then."""
 
-    def compared(self, unseen: Mapping[str, int], now: float) -> None:
-        """Notes the result of a listing at `now`: UID to version of objects that the watch has not shown."""
+    def compared(self, unseen: Mapping[str, int], now: float, listed: int = 0, newest: int = 0) -> None:
+        """Notes the result of a listing at `now`: UID to version of objects that the watch has not shown.
+        `listed`: its version, 0 if unknown; `newest`: the newest version that was known before it."""
         self._listed_at = now
         self._missed = {uid: self._missed.get(uid, (version, now)) for uid, version in unseen.items()}
+        if self._ahead is None or listed >= self._ahead[0]:
+            self._ahead = (newest, now) if 0 < listed < newest else None
 
     def note_event(self, uid: str, version: int) -> None:
         """Notes an object that the watch showed."""
@@ -330,12 +345,23 @@ class WatchHealth:
         """Returns whether the watch has shown everything in the last listing."""
         return not self._missed
 
+    @property
+    def behind(self) -> bool:
+        """Returns whether the last listing was older than what was known before it."""
+        return self._ahead is not None
+
     def trouble(self, now: float) -> str:
         """Returns the problem as a sentence; empty: none."""
         if self._listed_at is None:
             self._listed_at = now
         if now - self._listed_at > _GRACES * self._grace:
             return f"{self.kind}: the API server has answered no listing for {now - self._listed_at:.0f} s"
+        if self._ahead is not None and now - self._ahead[1] > self._grace:
+            return (
+                f"{self.kind}: listings have been older than resourceVersion {self._ahead[0]}, which is "
+                f"known, for {now - self._ahead[1]:.0f} s: etcd was restored from a backup, or a proxy "
+                "answers from a cache"
+            )
         late = [since for _, since in self._missed.values() if now - since > self._grace]
         if not late:
             return ""

@@ -27,7 +27,7 @@ from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import CreatePod, Decision, EnsureService, SavePlacement
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_job
-from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedMember, SavedPlacement
 from tiercheck_operator.model.status import Recovery
 
 PATH = JOBS.path("default", "j")
@@ -369,6 +369,24 @@ async def test_what_somebody_deleted_of_a_job_that_always_has_news_is_made_again
     now += 10.0
     await loop._reconcile()
     assert kube.objects[secret]["data"] == first["data"], "the one that its sidecars believe"
+
+
+@pytest.mark.parametrize("there", ["u0", "another", None])
+async def test_member_that_the_view_lacks_is_read_once_before_it_counts_as_gone(
+    there: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that a proxy's cache answers may lack it, and its healthy training would be restarted."""
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler.decide", lambda obs: Decision())
+    kube, found = StandIn(new_job() | {"status": {"attempt": 1}}), list[Any]()
+    if there is not None:
+        kube.put("/api/v1/namespaces/default/pods/j-0-0", {"metadata": {"name": "j-0-0", "uid": there}})
+    loop = JobLoop(kube.job, replace(surroundings(kube), found=found.append))
+    loop._known, loop._read_at = True, time.time()
+    loop._owned_objects.placement = SavedPlacement(1, (SavedMember(0, "j-0-0", "u0", 0, "n", ()),))
+    for _ in range(3):
+        await loop._reconcile()
+    assert kube.names("GET") == ["j-0-0"]
+    assert [pod["metadata"]["uid"] for pod in found] == [there] * (there == "u0")
 
 
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -17,7 +18,7 @@ from tests.operator.api_model import ApiModel
 from tests.operator.world_in_memory import START, World
 from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
 from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure, ApiResource
-from tiercheck_operator.kubernetes.client import FencedServer, Kube, NotLeading
+from tiercheck_operator.kubernetes.client import FencedServer, Kube, ListedState, NotLeading
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 from tiercheck_operator.model.actions import Notice
@@ -163,6 +164,22 @@ async def test_nothing_is_written_by_a_replica_that_does_not_lead(server: Script
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ('{"kind": "Status", "reason": "NotFound"}', True),
+        ("404 page not found", True),
+        ("<html>404 Not Found</html>", False),
+        (" ", False),
+    ],
+    ids=["no object", "no such kind", "nginx", "Envoy"],
+)
+async def test_a_proxy_s_404_says_nothing_of_an_object(server: Scripted, text: str, missing: bool) -> None:
+    server.script, server.texts = [(404, {})], {"/api/v1/things/a": text}
+    with contextlib.nullcontext() if missing else pytest.raises(ApiFailure, match="404"):
+        assert await server.kube().find(THINGS, None, "a") is None
+
+
 async def test_calls_are_counted_by_verb_and_outcome(server: Scripted) -> None:
     seen: list[tuple[str, int]] = []
     server.script = [(200, {}), (409, {})]
@@ -176,22 +193,25 @@ async def test_calls_are_counted_by_verb_and_outcome(server: Scripted) -> None:
 
 async def test_long_lists_come_in_pages(server: Scripted) -> None:
     server.pages = {
-        "/l?q=1&limit=2": {"metadata": {"continue": "more"}, "items": [_listed("a", 5)]},
-        "/l?q=1&limit=2&continue=more": {"metadata": {}, "items": [_listed("b", 7)]},
+        "/l?q=1&limit=2": {
+            "metadata": {"continue": "more", "resourceVersion": "8"},
+            "items": [_listed("a", 5)],
+        },
+        "/l?q=1&limit=2&continue=more": {"metadata": {"resourceVersion": "9"}, "items": [_listed("b", 7)]},
     }
-    assert await server.kube().list_versions("/l", "q=1", page=2) == {"a": 5, "b": 7}
+    assert await server.kube().list_versions("/l", "q=1", page=2) == ListedState(8, {"a": 5, "b": 7})
 
 
 async def test_versions_are_read_however_deep_an_object_is(server: Scripted) -> None:
     entry = json.dumps(_listed("a", 5)).replace('"uid"', '"deep":' + "[" * 10_000 + "]" * 10_000 + ',"uid"')
     server.texts = {"/l?limit=200": f'{{"metadata":{{}},"items":[{entry}]}}'}
-    assert await server.kube().list_versions("/l") == {"a": 5}
+    assert await server.kube().list_versions("/l") == ListedState(0, {"a": 5})
 
 
 async def test_page_that_is_too_large_is_asked_for_in_smaller_ones(server: Scripted) -> None:
     large = _listed("a", 5) | {"more": "x" * MOST_ANSWER}
     server.pages = {"/l?limit=200": {"items": [large]}, "/l?limit=25": {"items": [_listed("b", 6)]}}
-    assert await server.kube().list_versions("/l") == {"b": 6}
+    assert await server.kube().list_versions("/l") == ListedState(0, {"b": 6})
 
 
 async def test_object_that_is_too_large_is_no_answer_but_a_sentence(server: Scripted) -> None:

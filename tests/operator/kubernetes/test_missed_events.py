@@ -25,7 +25,7 @@ from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owne
 from tests.operator.world_in_memory import trained
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.kubernetes.api_server import NODES, PODS, ApiFailure, ApiResource
-from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.client import Kube, ListedState
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Resync,
@@ -47,7 +47,7 @@ def test_after_a_comparison_nothing_that_is_gone_is_left_and_all_that_is_new_is_
     watched: Watched[str] = Watched()
     for uid, version in seen.items():
         watched.put(uid, version, uid)
-    gone, unseen = watched.compare(watched.uids(), there)
+    gone, unseen = watched.compare(watched.uids(), ListedState(9, there))
     for uid in gone:
         watched.drop(uid)
     assert watched.uids() == seen.keys() & there.keys()
@@ -58,7 +58,32 @@ def test_object_that_appeared_while_the_list_was_on_its_way_is_not_taken_for_gon
     watched: Watched[str] = Watched()
     before = watched.uids()
     watched.put("new", 5, "new")
-    assert watched.compare(before, {})[0] == ()
+    assert watched.compare(before, ListedState(9, {}))[0] == ()
+
+
+def test_listing_older_than_what_was_seen_of_an_object_does_not_show_that_it_is_gone() -> None:
+    """As a proxy's cache has it, or an etcd that was restored from a backup."""
+    watched: Watched[str] = Watched()
+    watched.put("old", 5, "old")
+    watched.put("new", 8, "new")
+    assert watched.compare(watched.uids(), ListedState(7, {}))[0] == ("old",)
+    assert watched.compare(watched.uids(), ListedState(0, {}))[0] == (), "its version is unknown"
+
+
+def test_listings_older_than_what_is_known_are_trouble_after_the_grace() -> None:
+    hearing = WatchHealth("Pod", grace=60)
+    hearing.compared({}, now=0.0, listed=100, newest=90)
+    assert not hearing.behind
+    hearing.compared({}, now=60.0, listed=50, newest=100)
+    hearing.compared({}, now=110.0, listed=70, newest=120)
+    assert hearing.behind
+    assert hearing.trouble(120.0) == ""
+    assert "older than resourceVersion 100, which is known, for 61 s: etcd was" in hearing.trouble(121.0)
+    hearing.compared({}, now=122.0, listed=110, newest=130)
+    assert hearing.behind
+    assert hearing.trouble(150.0) == "", "a cache that is always a moment late is none"
+    hearing.compared({}, now=151.0, listed=140, newest=140)
+    assert not hearing.behind
 
 
 def test_older_news_than_what_is_known_changes_nothing() -> None:
@@ -70,10 +95,10 @@ def test_older_news_than_what_is_known_changes_nothing() -> None:
 
 def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace() -> None:
     hearing, watched = WatchHealth("Pod", grace=30), Watched[str]()
-    hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=100.0)
+    hearing.compared(watched.compare(watched.uids(), ListedState(9, {"a": 5}))[1], now=100.0)
     assert not hearing.complete
     assert hearing.trouble(120.0) == ""
-    hearing.compared(watched.compare(watched.uids(), {"a": 9})[1], now=125.0)
+    hearing.compared(watched.compare(watched.uids(), ListedState(9, {"a": 9}))[1], now=125.0)
     assert "the watch of Pod is deaf" in hearing.trouble(131.0), "newer news of it do not start the time anew"
     watched.put("a", 5, "a")
     hearing.note_event("a", 5)
@@ -83,8 +108,8 @@ def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace
 
 def test_watch_that_was_late_is_well_again_after_the_next_comparison() -> None:
     hearing, watched = WatchHealth("Pod", grace=30), Watched[str]()
-    hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=0.0)
-    hearing.compared(watched.compare(watched.uids(), {})[1], now=40.0)
+    hearing.compared(watched.compare(watched.uids(), ListedState(9, {"a": 5}))[1], now=0.0)
+    hearing.compared(watched.compare(watched.uids(), ListedState(9, {}))[1], now=40.0)
     assert hearing.trouble(40.0) == ""
 
 
@@ -110,6 +135,7 @@ class Listing:
 
     def __init__(self, kind: str, lists: Mapping[str, int] | ApiFailure) -> None:
         self.watched, self._lists, self._began = Watched[Any](), lists, asyncio.Event()
+        self.gone: list[str] = []
         known = WatchedKind(
             ApiResource("v1", f"{kind.lower()}s"), "", self.watched, lambda raw: None, self._gone
         )
@@ -117,10 +143,10 @@ class Listing:
         self.due = self.resync._due = Woken()
         self._task: asyncio.Task[None] | None = None
 
-    async def list_versions(self, path: str, query: str) -> Mapping[str, int]:
+    async def list_versions(self, path: str, query: str) -> ListedState:
         if isinstance(self._lists, ApiFailure):
             raise self._lists
-        return self._lists
+        return ListedState(9, self._lists)
 
     async def look(self) -> None:
         """Returns when it has looked once, and waits."""
@@ -134,7 +160,7 @@ class Listing:
         await ends(self._task)
 
     async def _gone(self, uid: str) -> None:
-        """Nothing ever goes."""
+        self.gone.append(uid)
 
 
 @pytest.mark.parametrize("between", TURNS)
@@ -172,6 +198,16 @@ async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) ->
     assert told.getMessage() == "no job is served yet: Node cannot be listed: 403: nodes is forbidden"
 
 
+@pytest.mark.parametrize("failure", [ApiFailure(404, "404 page not found"), ApiFailure(0, "no answer")])
+async def test_pods_that_cannot_be_listed_are_not_gone(failure: ApiFailure) -> None:
+    """The kind of pods is always there, whatever a proxy's default page says."""
+    listing = Listing("Pod", failure)
+    listing.watched.put("a", 5, "a")
+    await listing.look()
+    await listing.end()
+    assert (listing.resync.complete, listing.gone) == (False, [])
+
+
 @pytest.fixture
 def pod() -> PodView:
     world = trained(0)
@@ -197,7 +233,7 @@ def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodVi
     view.put_pod(pod.uid, pod, 1)
     view.put_pod(pod.uid, None, 2)
     assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
-    assert view.pods.compare(view.pods.uids(), {pod.uid: 2})[1] == {}
+    assert view.pods.compare(view.pods.uids(), ListedState(2, {pod.uid: 2}))[1] == {}
 
 
 def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:
