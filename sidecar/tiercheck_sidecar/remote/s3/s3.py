@@ -6,8 +6,8 @@ protects them on the way, and TierCheck's own digests protect them for good.
 
 A multipart upload that a killed sidecar left is continued, so that its parts are not sent again. Its state is
 in the store, which lists the parts it has. A part counts only if it is what would be sent: by the CRC64NVME
-that the server keeps of it, else by its ETag where that is the MD5. obstore cannot continue an upload, so
-boto3 sends the parts that are missing, at several times the CPU.
+that the server keeps of it, else by its ETag where that is the MD5. obstore cannot continue an upload, nor
+send the MD5 that some locked buckets demand, so boto3 sends these parts, at several times the CPU.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class UnfinishedUpload:
         self._count = -(-len(source) // part)
 
     def complete(self, gate: Gate) -> bool:
-        """Sends what is missing; returns False if no usable part was left.
+        """Sends what is missing; returns False if no usable part was left, unless boto3 has to upload all.
 
         Raises RemoteError and botocore's errors."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         name, parts = self._find()
-        if not parts or self._checksum == "SHA256":
+        if self._checksum == "MD5":
+            name = name or {**self._place, "UploadId": self._create()}
+        elif not parts or self._checksum == "SHA256":
             return False
         log.info("%s goes on: %d of %d parts are stored already", self._place["Key"], len(parts), self._count)
         missing = [number for number in range(1, self._count + 1) if number not in parts]
@@ -80,12 +82,15 @@ class UnfinishedUpload:
         self._boto.complete_multipart_upload(**name, MultipartUpload={"Parts": listed})
         return True
 
+    def _create(self) -> str:
+        return str(self._boto.create_multipart_upload(**self._place)["UploadId"])
+
     def _send(self, name: dict[str, str], number: int, gate: Gate) -> str:
         if self._closed.is_set():
             raise RemoteClosed
         piece = self._piece(number)
         gate((number - 1) * self._part, piece)
-        crc = _crc64nvme(piece) if self._checksum else ""
+        crc = _crc64nvme(piece) if self._checksum == "CRC64NVME" else ""
         more = {"ChecksumCRC64NVME": crc} if crc else {}
         answer = self._boto.upload_part(**name, PartNumber=number, Body=io.BytesIO(piece), **more)
         return str(answer["ETag"])
@@ -170,7 +175,7 @@ class S3Objects(Objects):
         name = self._key(key)
         if len(source) <= part:
             gate(0, source)
-            clients.transfers.send(name, source[:])  # obstore may hold the view for a moment after a close
+            clients.send(name, source[:])  # obstore may hold the view for a moment after a close
             return
         with self._boto():
             if not UnfinishedUpload(clients, name, source, part, self._closed).complete(gate):

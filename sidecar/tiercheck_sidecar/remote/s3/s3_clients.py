@@ -33,6 +33,8 @@ from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
+_PLAIN = ("", "identity", "aws-chunked")
+"""The encodings of an answer that is as it was written."""
 CONNECT_SECONDS = 5
 READ_SECONDS = 10
 TRIES = 3
@@ -127,18 +129,30 @@ class Clients:
             self._probed = True
 
     def _choose_checksum(self, key: str, body: bytes) -> None:
-        """Selects the cheapest one that works: none before SHA-256, which some locked buckets demand."""
+        """Selects the cheapest one that works: none before SHA-256 and MD5, which locked buckets demand."""
         refusals = []
-        for algorithm in ("CRC64NVME", "", "SHA256"):
+        for algorithm in ("CRC64NVME", "", "SHA256", "MD5"):
             self.transfers.use_checksum(algorithm)
             try:
-                self.transfers.send(key, body)
+                self.send(key, body)
                 return
             except RemoteError as refusal:
                 if refusal.reason is not Reason.OTHER:
                     raise
                 refusals.append(refusal)
         raise refusals[1]  # without a checksum: the others may have been refused for theirs
+
+    def send(self, key: str, body: memoryview | bytes) -> None:
+        """Stores an object by one request. Raises RemoteError."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        if self.transfers.checksum != "MD5":
+            self.transfers.send(key, body)
+            return
+        try:
+            self.boto.put_object(Bucket=self.bucket, Key=key, Body=bytes(body))
+        except (BotoCoreError, ClientError) as error:
+            raise s3_errors.from_boto(error, self.location) from error
 
     def close(self) -> None:
         self.transfers.close()
@@ -185,7 +199,7 @@ def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: 
     headers, body = params["headers"], params["body"]
     if settings.requester_pays:
         headers[REQUEST_PAYER] = "requester"
-    if model.name == "PutObject":
+    if model.name in ("PutObject", "CreateMultipartUpload"):
         headers.update(_made_with(settings))
     if model.name in ("PutObject", "UploadPart") and "x-amz-checksum-crc64nvme" not in headers:
         content = body if isinstance(body, bytes) else body.getbuffer()
@@ -234,7 +248,14 @@ class _BoundedAnswers:
 
         streamed, request.stream_output = request.stream_output, True
         response = self._session.send(request)
-        if not streamed or response.status_code >= 300:
+        encoding = response.headers.get("Content-Encoding", "")
+        if encoding.lower() not in _PLAIN:
+            response.raw.close()
+            response.status_code = 400
+            response._content = _as_error(
+                f"it came with Content-Encoding: {encoding}, which TierCheck never writes"
+            )
+        elif not streamed or response.status_code >= 300:
             try:
                 response._content = read_all(response.raw.read, f"an answer of {self._location}")
             except BaseException:
@@ -243,17 +264,23 @@ class _BoundedAnswers:
             length = response.headers.get("Content-Length", "")
             if request.method != "HEAD" and length.isdigit() and len(response._content) < int(length):
                 raise ConnectionClosedError(endpoint_url=self._location)  # botocore repeats the request
-            if request.method == "HEAD" and response.status_code in (301, 307):
-                # botocore sends this to find a region, and would repeat it for ever after such an answer.
+            redirects = request.method == "HEAD" and 300 <= response.status_code < 400
+            if redirects or (response.status_code < 300 and b"<html" in response._content[:1024].lower()):
+                # botocore sends HEAD after a redirect, to find a region, and would repeat that for ever. It
+                # would take a page for success.
                 response.status_code = 400
             if response.status_code >= 400 and b"<Error" not in response._content:
                 # Without this, botocore would keep only the status of a page that is not S3's.
-                said = html.escape(s3_errors.read_page(response._content.decode(errors="replace"))[1])
-                response._content = f"<Error><Message>{said}</Message></Error>".encode()
+                said = s3_errors.read_page(response._content.decode(errors="replace"))[1]
+                response._content = _as_error(said)
         return response
 
     def close(self) -> None:
         self._session.close()
+
+
+def _as_error(sentence: str) -> bytes:
+    return f"<Error><Message>{html.escape(sentence)}</Message></Error>".encode()
 
 
 def _no_client(settings: S3Settings, location: str) -> str:

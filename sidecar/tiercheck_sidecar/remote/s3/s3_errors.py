@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from tiercheck_sidecar.remote.config import (
@@ -74,6 +75,8 @@ class Answer:
     """The region of the bucket, if the answer names it."""
     header: str = ""
     """The header that the server does not support, if the answer names it."""
+    elsewhere: str = ""
+    """The URL of the host to which the answer redirects; empty: unknown."""
 
     @property
     def is_busy(self) -> bool:
@@ -106,13 +109,15 @@ def read_page(text: str) -> tuple[str, str]:
 def answer_of(response: Mapping[str, Any]) -> Answer:
     """Converts the form in which botocore returns an answer."""
     said, more = response.get("Error", {}), response.get("ResponseMetadata", {})
-    code = str(said.get("Code") or "")
+    code, headers = str(said.get("Code") or ""), more.get("HTTPHeaders", {})
+    target = urlsplit(str(headers.get("location") or ""))
     return Answer(
         int(more.get("HTTPStatusCode", 0)),
         "" if code.isdigit() else code,
         read_page("".join(f"<Message>{html.escape(str(said.get(key) or ''))}</" for key in _SENTENCES))[1],
-        str(said.get("Region") or more.get("HTTPHeaders", {}).get("x-amz-bucket-region") or ""),
+        str(said.get("Region") or headers.get("x-amz-bucket-region") or ""),
         str(said.get("Header") or ""),
+        f"{target.scheme}://{target.hostname}" if target.hostname else "",
     )
 
 
@@ -219,6 +224,9 @@ def of_answer(answer: Answer, location: str) -> RemoteError:
     elif _FULL.search(code) or status == 507:
         reason, what, passing = Reason.FULL, "is full", True
         advice = "free space, raise its quota, or keep fewer versions (tiers.remote.keep)"
+    elif 300 <= status < 400 and answer.elsewhere and not answer.region and code != "PermanentRedirect":
+        reason, what = Reason.OTHER, f"sends requests on to {answer.elsewhere}"
+        advice = "set tiers.remote.s3.endpoint, or region, so that they go there at once"
     elif code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status in (301, 307):
         reason, what, advice = Reason.OTHER, "is in another region", "correct tiers.remote.s3.region"
         if answer.region:

@@ -63,9 +63,11 @@ class Transfers:
         self.use_checksum("CRC64NVME")
 
     def use_checksum(self, algorithm: str) -> None:
-        """Sets the checksum that uploads carry and the server compares on arrival; empty: none."""
+        """Sets the checksum that uploads carry and the server compares on arrival; empty: none.
+        obstore has no MD5, so that boto3 uploads then."""
         self.checksum = algorithm
-        config: S3Config = {**self._config, "checksum_algorithm": algorithm} if algorithm else self._config
+        ours: S3Config = {"checksum_algorithm": algorithm} if algorithm not in ("", "MD5") else {}
+        config: S3Config = {**self._config, **ours}
         patience = timedelta(seconds=SEND_SECONDS)
         self._sending = self._store(config, {"timeout": patience}, retries=TRIES - 1)
 

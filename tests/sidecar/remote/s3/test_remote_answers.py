@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -40,7 +41,7 @@ from tiercheck_sidecar.remote import (
     preflight,
 )
 from tiercheck_sidecar.remote.preflight import CHUNK
-from tiercheck_sidecar.remote.s3 import s3, s3_clients
+from tiercheck_sidecar.remote.s3 import s3, s3_clients, s3_errors
 from tiercheck_sidecar.remote.store import RemoteStore
 
 SENTENCE = "The department of records says no."
@@ -101,6 +102,66 @@ def test_server_is_quoted_by_every_operation_with_advice_where_its_code_is_known
             assert advice in said
             assert ("allow these" in said) == ("allow these" in advice)
             assert "\n" not in said
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("body", [PAGE, refusal("TemporaryRedirect", message=SENTENCE)[1]])
+def test_redirect_to_another_host_is_named_with_it(status: int, body: bytes) -> None:
+    """As of a proxy that wants HTTPS: it says nothing of a region."""
+    answer = s3_errors.Answer(status, *s3_errors.read_page(body.decode()), elsewhere="https://s3.test")
+    assert "sends requests on to https://s3.test" in str(s3_errors.of_answer(answer, "s3://b"))
+
+
+class Elsewhere(QuietHandler):
+    """Sends every request to another host."""
+
+    asked = 0
+
+    def redirect(self) -> None:
+        type(self).asked += 1
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(302)
+        self.send_header("Location", "https://s3.test/secret?token=1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_PUT = redirect  # noqa: N815
+
+
+def test_redirects_are_not_followed_for_ever() -> None:
+    """botocore looks for the bucket's region, by a request that is redirected as well."""
+    with listening(Elsewhere) as endpoint, opened(endpoint) as store:
+        with pytest.raises(RemoteError, match=r"sends requests on to https://s3\.test \(") as caught:
+            store.check()
+        assert not caught.value.retriable
+    assert Elsewhere.asked < 9
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "said"),
+    [
+        ({"Content-Encoding": "gzip"}, gzip.compress(EMPTY_LIST), "Content-Encoding: gzip"),
+        ({"Content-Type": "text/html"}, PAGE, SENTENCE),
+    ],
+    ids=["encoded", "a page of a login"],
+)
+def test_success_that_is_no_answer_of_s3_is_none(headers: dict[str, str], body: bytes, said: str) -> None:
+    class Odd(QuietHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = answer  # noqa: N815
+
+    with listening(Odd) as endpoint, opened(endpoint) as store:
+        for operation in (store.check, store.versions):
+            with pytest.raises(RemoteError, match="a proxy in between") as caught:
+                operation()
+            assert said.rstrip(".") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,13 @@ DEMANDS: dict[str, tuple[dict[str, Any], Callable[[Seen], bool]]] = {
             or any(name.startswith("x-amz-checksum-") for name in seen.headers)
         ),
     ),
+    "a storage class and MD5, as an old lock does": (
+        {"storageClass": "STANDARD_IA"},
+        lambda seen: (
+            with_headers(**{"x-amz-storage-class": "STANDARD_IA"})(seen)
+            and (seen.method != "PUT" or "content-md5" in seen.headers)
+        ),
+    ),
     "its name in the host, behind a proxy": (
         {"addressing": "Virtual", "endpoint": "http://s3.test"},
         lambda seen: seen.headers["host"] == f"{BUCKET}.s3.test",
