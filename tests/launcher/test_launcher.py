@@ -334,6 +334,22 @@ def test_restarted_container_does_not_run_the_same_attempt_twice(launch: Launch)
     again.sidecar.hears("started", 2)
 
 
+def test_attempt_that_cannot_be_noted_on_a_full_disk_is_not_run_and_the_next_one_may_be(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Another container might run it twice. The job has not failed for good: the disk may be freed."""
+    launched = launch(shell(SLEEP))
+    marker = next(tmp_path.rglob("*.sock")).parent / "launcher.attempt"
+    marker.mkdir()  # as an error that no account is exempt from
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    told = launched.sidecar.hears("exited", 1)
+    assert (told.reason, told.exit_code) == ("Crashed", 1)
+    assert "launcher.attempt cannot be written: Is a directory. Look at the disk" in told.message
+    marker.rmdir()
+    launched.sidecar.say(order(2, Phase.RELEASE))
+    launched.sidecar.hears("started", 2)
+
+
 def test_image_without_torch_is_told_in_a_sentence(launch: Launch, tmp_path: Path) -> None:
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\nexec {sys._base_executable} -S -I "$@"\n')  # type: ignore[attr-defined]

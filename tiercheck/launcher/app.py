@@ -390,8 +390,8 @@ class Launcher:
         self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
         self._ahead = order if order.phase is Phase.HOLD else None
-        if self._ahead is None:
-            self._marker.write_text(str(order.attempt))
+        if self._ahead is None and not self._mark(order.attempt):
+            return
         if self._execute(partial(self._command.start_missing, order), order) and self._ahead is None:
             self._report(LauncherEvent("started", order.attempt))
 
@@ -420,6 +420,16 @@ class Launcher:
             return int(self._marker.read_text()) >= attempt
         except (OSError, ValueError):
             return False
+
+    def _mark(self, attempt: int) -> bool:
+        """Notes for the next container that this attempt runs; returns False, and reports, if it cannot."""
+        try:
+            self._marker.write_text(str(attempt))
+        except OSError as error:
+            message = f"{self._marker} cannot be written: {error.strerror}. Look at the disk of the node."
+            self._report(LauncherEvent("exited", attempt, 1, names.CRASHED, message))
+            return False
+        return True
 
     def _report(self, event: LauncherEvent) -> None:
         self._state = event
