@@ -49,7 +49,7 @@ class Adoption:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def pod_seen(self, pod: PodView) -> None:
-        if not pod.attached:
+        if not pod.attached or self._has_job(pod.namespace, pod.job_uid):
             return
         try:
             attachment = Attachment.from_json(pod.attached)
@@ -58,7 +58,7 @@ class Adoption:
             return
         uid = attachment.owner.uid
         key = pod.namespace, uid
-        if pod.job_uid != uid or self._has_job(*key) or key in self._tasks:
+        if pod.job_uid != uid or key in self._tasks:
             return
         self._tasks[key] = asyncio.create_task(self._make(pod.namespace, attachment), name=f"adopt {uid}")
         self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))

@@ -12,7 +12,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.attach.owners import Owner, Unattachable, WorkerIdentity
+from tiercheck_operator.attach.owners import Owner, Unattachable, WorkerIdentity, find_owner
 from tiercheck_operator.config import Config
 from tiercheck_operator.manifests.pod import SidecarSetup, inject_sidecar
 from tiercheck_operator.manifests.pod_settings import with_pull_settings, worker_ports
@@ -103,12 +103,15 @@ def attachment_of(
 
 
 def is_injected(pod: Mapping[str, Any]) -> bool:
-    """Returns whether the pod is attached already, as on a reinvocation of this webhook."""
+    """Returns whether the pod is attached already, as on a reinvocation of this webhook.
+    Raises Unattachable."""
     annotations = (pod.get("metadata") or {}).get("annotations") or {}
     containers = (pod.get("spec") or {}).get("initContainers") or []
-    return names.ANNOTATION_ATTACHED in annotations and any(
-        c.get("name") == names.SIDECAR_CONTAINER for c in containers
-    )
+    sidecar = next((c for c in containers if c.get("name") == names.SIDECAR_CONTAINER), None)
+    if sidecar is None or names.ANNOTATION_ATTACHED in annotations:
+        return sidecar is not None
+    ours = {"name": names.ENV_JOB_UID, "value": find_owner(pod).uid}  # another webhook took the annotation
+    return ours in (sidecar.get("env") or [])
 
 
 def inject(

@@ -65,9 +65,9 @@ class Admission:
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
         if not policy:
             return pod, ""
-        if injection.is_injected(pod):
-            return injection.with_labels(pod), ""
         try:
+            if injection.is_injected(pod):
+                return injection.with_labels(pod), ""
             async with asyncio.timeout(_REVIEW_PATIENCE):
                 return await self._attached(namespace, pod, policy), ""
         except Unattachable as error:

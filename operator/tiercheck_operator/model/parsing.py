@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     owners = metadata.get("ownerReferences") or []
     maker: Mapping[str, Any] = next((entry for entry in owners if entry.get("controller")), {})
     own = _group(maker) == names.API_GROUP
-    attached = "" if own else str(annotations.get(names.ANNOTATION_ATTACHED) or "")
+    attached = "" if own else str(annotations.get(names.ANNOTATION_ATTACHED) or _lost_attachment(spec))
     if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _allowed_job_uids(maker, labels):
         return None
     try:
@@ -219,6 +220,17 @@ def _allowed_job_uids(maker: Mapping[str, Any], labels: Mapping[str, str]) -> se
     if group == "batch" and names.LABEL_JOBSET_UID in labels:
         found.add(labels[names.LABEL_JOBSET_UID])  # pods of a JobSet have a Job between them and it
     return found
+
+
+def _lost_attachment(spec: Mapping[str, Any]) -> str:
+    """Returns as much of an attached pod's annotation as the pod shows without it; empty: it is not attached.
+    A user or policy that took the annotation off must not make a pod that trains count as gone."""
+    if not _named(spec.get("initContainers"), names.SIDECAR_CONTAINER):
+        return ""
+    for container in spec.get("containers") or []:
+        if any(mount.get("mountPath") == names.RUN_DIR for mount in container.get("volumeMounts") or []):
+            return json.dumps({"container": container["name"]})
+    return ""
 
 
 def trainer_name(attached: str) -> str:

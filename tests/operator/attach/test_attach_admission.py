@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,32 @@ async def test_labels_that_another_webhook_strips_or_changes_come_back_when_it_i
         again, warning = await admitted(stripped, shapes.job(4), shapes.POLICY)
         assert (again["spec"], warning) == (made["spec"], "")
         assert again["metadata"]["labels"] == {**changed, **_ours(labels)}
+
+
+async def test_attached_pod_without_its_annotation_is_still_the_worker_that_trains() -> None:
+    """Whether another webhook took it, or a user or policy took it off while it trained."""
+    made, _ = await admitted(shapes.job_pod(2), shapes.job(4), shapes.POLICY)
+    stripped = copy.deepcopy(made)
+    stripped["metadata"] |= {"annotations": {}, "uid": "u", "name": "p"}
+    again, warning = await admitted(stripped, shapes.job(4), shapes.POLICY)
+    assert (again["spec"], warning) == (made["spec"], "")
+    seen, before = (
+        parse_pod({**stripped, "metadata": each})
+        for each in (
+            stripped["metadata"],
+            {**stripped["metadata"], "annotations": made["metadata"]["annotations"]},
+        )
+    )
+    assert seen is not None
+    assert before is not None
+    assert seen.attached
+    assert replace(seen, attached=before.attached) == before
+    foreign = copy.deepcopy(made)
+    foreign["metadata"]["annotations"] = {}
+    foreign["metadata"]["ownerReferences"][0]["uid"] = "another"
+    owner = shapes.job(4)
+    owner["metadata"]["uid"] = "another"
+    assert (await admitted(foreign, owner, shapes.POLICY))[1], "a template that was copied from a pod"
 
 
 def _ours(labels: Object) -> Object:
