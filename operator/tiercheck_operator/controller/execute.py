@@ -162,7 +162,7 @@ class Executor:
                 raise
         else:
             failpoint("after-pod-create")
-            if not _has_identity(job, made):
+            if not _has_identity(job, made, pod):
                 await self._remove_unrecognizable(job, made)
             log.info("%s/%s: created pod %s", job.namespace, job.name, name)
             self.refusals.note_made(name)
@@ -248,10 +248,12 @@ class Executor:
         return removed
 
 
-def _has_identity(job: JobView, raw: Mapping[str, Any]) -> bool:
-    """Returns whether a pod from the API server is recognized as one of the job's."""
-    pod = parse_pod(raw)
-    return pod is not None and pod.job_uid == job.identity
+def _has_identity(job: JobView, raw: Mapping[str, Any], sent: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether a pod from the API server is recognized as one of the job's, and as what was sent."""
+    pod, wanted = parse_pod(raw), parse_pod(sent or raw)
+    if pod is None or wanted is None or pod.job_uid != job.identity:
+        return False
+    return (pod.worker, pod.spare) == (wanted.worker, wanted.spare)
 
 
 # Each refused action is retried by itself, with growing pauses, as long as decisions contain it. A restarted

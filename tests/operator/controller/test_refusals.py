@@ -167,7 +167,7 @@ async def test_pod_of_ours_that_no_watch_has_shown_yet_is_nothing_to_tell() -> N
 
 
 class Stripping(ApiModel):
-    """A server whose admission takes something off every new pod's metadata."""
+    """A server whose admission takes something off every new pod's metadata, or changes it (`name=value`)."""
 
     def __init__(self, objects: Mapping[str, dict[str, Any]], *path: str) -> None:
         super().__init__(objects)
@@ -176,30 +176,43 @@ class Stripping(ApiModel):
     def put(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         made = copy.deepcopy(dict(body))
         *above, last = ("metadata", *self.path)
-        reduce(dict.__getitem__, above, made).pop(last)
+        name, changed, value = last.partition("=")
+        values = reduce(dict.__getitem__, above, made)
+        del values[name]
+        values |= {name: value} if changed else {}
         return super().put(path, made)
 
 
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize(
-    "path", [("labels", "tiercheck.io/job-uid"), ("labels", "tiercheck.io/worker"), ("ownerReferences",)]
+    "path",
+    [
+        ("labels", "tiercheck.io/job-uid"),
+        ("labels", "tiercheck.io/worker"),
+        ("labels", "tiercheck.io/worker=7"),
+        ("labels", "tiercheck.io/spare=7"),
+        ("ownerReferences",),
+    ],
 )
 async def test_pod_that_admission_made_unrecognizable_is_deleted_and_told_as_a_refusal(
     made_before: bool, path: tuple[str, ...]
 ) -> None:
     """It would run unseen, and the job would make another one under the next name, dozens of times."""
-    world, action, left = World(), CreatePod(0, 0, ()), dict[str, dict[str, Any]]()
+    world, left = World(), dict[str, dict[str, Any]]()
+    action = CreateSpare(0, ()) if "spare" in path[-1] else CreatePod(0, 0, ())
+    name = "j-spare-0" if "spare" in path[-1] else "j-0-0"
     if made_before and path[0] == "labels":  # by an operator that died before it looked
         pod = pod_of("TierCheckJob", "j", world.job.uid)
-        left = {"/api/v1/namespaces/ns/pods/j-0-0": pod}
+        pod["metadata"]["name"] = name
+        left = {f"/api/v1/namespaces/ns/pods/{name}": pod}
     server, memory = Stripping(left, *path), RefusalMemory()
     failures = await executor(server).run(world.observe().job, [action], None)
     memory.note([action], failures, 0.0)
     said = str(failures[0][1])
-    assert "Pod j-0-0 was admitted with other labels" in said
+    assert f"Pod {name} was admitted with other labels" in said
     assert "admission webhook" in said
-    assert server.names("DELETE") == ["j-0-0"]
-    assert (memory.names_taken, memory.known[0].is_shown) == (frozenset(), True)
+    assert server.names("DELETE") == [name]
+    assert (memory.names_taken, [each.is_shown for each in memory.known.values()]) == (frozenset(), [True])
 
 
 async def test_pod_that_somebody_deletes_at_once_is_made_with_pauses_and_told() -> None:
