@@ -19,7 +19,7 @@ from tiercheck_operator.planning.topology import Topology
 
 _ITEM = re.compile(r"^- `(\w+)`: .+?(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-_QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
+_QUIET = ("Nothing", "As you wish", "Normal", "See ")
 _PATIENCE = "Nothing for a minute."
 _MINUTE = 90.0
 _WITH_REMOTE = re.compile(r" *With tiers\.remote, [^.]*\.")

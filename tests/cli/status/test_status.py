@@ -141,6 +141,13 @@ def test_result_of_the_last_resume_is_shown_with_its_reason(exact: str) -> None:
     assert found.as_json(recorded.NOW)["recoveries"][0]["exact"] == exact
 
 
+def test_message_that_the_guide_says_to_read_needs_attention() -> None:
+    """As that of a restore that fails again and again, or of restarts that are used up."""
+    read = {reason: entry for reason, entry in guide().items() if entry.advice.startswith("Read")}
+    assert {"Retrying", "MaxRestartsExceeded", "BudgetRefused"} <= read.keys()
+    assert all(entry.calls_for_action(0.0) for entry in read.values())
+
+
 def test_resume_that_differs_needs_attention_and_one_that_had_nothing_to_compare_does_not() -> None:
     job = recorded.job()
     for value, reason in (("False", "Differs"), ("Unknown", "NotComparable"), ("True", "Proven")):
