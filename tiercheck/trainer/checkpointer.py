@@ -270,7 +270,7 @@ class Checkpointer:
         else:
             capturing.start(loaded.version.step, loaded.room, loaded.blob_bytes)
             loaded.put_back(trained.state)  # last: until the first step nothing may query these objects
-            capturing.loaded()
+            capturing.loaded(loaded.facts)
         journal = None if capturing.refused else backend.journal
         name = fingerprint(name_of(self._run))
         verdict = self._resume.begin(journal, name, self.world_size, self.step_number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from tiercheck import Checkpointer, ResumableSampler
+from tiercheck.trainer.checkpointer import find
 
 
 def ranks_of(world_size: int, length: int, size: int, **options: object) -> list[ResumableSampler]:
@@ -228,3 +230,116 @@ def test_loader_with_its_own_position_draws_nothing_where_it_goes_on(
     shutil.rmtree(tmp_path)
     torch.manual_seed(0)
     assert train(seen) + train(12) == whole
+
+
+class Epochs(Sampler[int]):
+    """A script's own sampler: it keeps the place, or skips what the script asks for."""
+
+    def __init__(self) -> None:
+        self.epoch = self.place = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < 40:
+            self.place += 1
+            yield order[self.place - 1]
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+def own_place(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]:
+    sampler = Epochs()
+    return loader(Squares(), 8, sampler=sampler), {"sampler": sampler}
+
+
+def set_by_step(loader: Callable[..., Any], done: int) -> tuple[Any, dict[str, Any]]:
+    sampler = Epochs()
+    sampler.epoch, sampler.place = done // 5, done % 5 * 8
+    return loader(Squares(), 8, sampler=sampler), {}
+
+
+def what_is_left(loader: Callable[..., Any], done: int) -> tuple[Any, dict[str, Any]]:
+    return loader(Subset(Squares(), range(done % 5 * 8, 40)), 8), {}
+
+
+def skipped(loader: Callable[..., Any], done: int) -> tuple[Any, dict[str, Any]]:
+    return loader(Squares(), 8), {"skip": {"batches": done % 5}}
+
+
+def begun_anew(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]:
+    return loader(Squares(), 8, shuffle=True), {}
+
+
+@pytest.mark.parametrize("seen", [3, 5])
+@pytest.mark.parametrize("make", [own_place, set_by_step, what_is_left, skipped, begun_anew])
+def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_does_not(
+    make: Callable[..., Any], seen: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step is trained again, which could show that dropout, or the next order, is another."""
+
+    def train(steps: int) -> list[tuple[list[float], float]]:
+        found = find(tmp_path)
+        loader, state = make(DataLoader, found.step)
+        skip = state.pop("skip", {"batches": 0})
+        model, lines = nn.Linear(1, 1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(model, optimizer, state=state, found=found, every=1) as checkpointer:
+            done = checkpointer.restore()
+            while done < steps:
+                for number, batch in enumerate(loader):
+                    if number < skip["batches"]:
+                        continue
+                    lines.append((batch.tolist(), torch.rand(()).item()))
+                    optimizer.step()
+                    checkpointer.step()
+                    checkpointer.wait()
+                    done += 1
+                    if done == steps:
+                        return lines
+                skip["batches"] = 0
+                if make is what_is_left:
+                    loader = make(DataLoader, 0)[0]
+        return lines
+
+    def seed() -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+
+    seed()
+    whole = train(12)
+    shutil.rmtree(tmp_path)
+    seed()
+    is_lost = make is begun_anew and seen % 5 > 0
+    assert (train(seen) + train(12) == whole) is not is_lost
+    assert len([line for line in caplog.messages if "and begins anew: these come again" in line]) == is_lost
+
+
+def test_loader_that_each_step_begins_draws_a_seed_in_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(steps: int) -> list[tuple[list[float], float]]:
+        loader, model, lines = DataLoader(Squares(), 8), nn.Linear(1, 1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+            for _ in range(checkpointer.restore(), steps):
+                batches = iter(loader)
+                lines.append((next(batches).tolist(), torch.rand(()).item()))
+                optimizer.step()
+                checkpointer.step()
+                checkpointer.wait()
+        return lines
+
+    torch.manual_seed(0)
+    whole = train(6)
+    shutil.rmtree(tmp_path)
+    torch.manual_seed(0)
+    assert train(3) + train(6) == whole
+    assert "begins anew" not in caplog.text

@@ -160,7 +160,7 @@ class UnregisteredOptimizers:
         return list(self._find_forgotten())
 
     def _find_forgotten(self) -> Iterator[tuple[str, str]]:
-        if any(type(each).__module__.startswith(_INTEGRATIONS) for each in self._state):
+        if are_of_integration(self._state):
             return  # they save what their framework has
         own = [each for each in self._state if not type(each).__module__.startswith("tiercheck.")]
         for each in self._optimizers:
@@ -215,6 +215,11 @@ def _scaler_of_update() -> Any:
         frame = frame.f_back
     scaler = frame.f_locals.get("self") if frame.f_back is not None else None
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def are_of_integration(state: Iterable[Any]) -> bool:
+    """Returns whether an integration saves what its framework has, and where it is in the data."""
+    return any(type(each).__module__.startswith(_INTEGRATIONS) for each in state)
 
 
 def reaches(value: Any, wanted: object) -> bool:

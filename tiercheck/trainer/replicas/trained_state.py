@@ -15,6 +15,7 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.aliasing import Wrapped, WrapperState, is_final, refuse_unfit_modules, unwrap
 from tiercheck.trainer.state.frozen import OmittedWeights
 from tiercheck.trainer.state.inventories import Inventories
+from tiercheck.trainer.state.loaders import LOADERS, LoaderPositions
 from tiercheck.trainer.state.optimizer_state import refuse_inner
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.tensor_parts import NotCapturable
@@ -67,7 +68,13 @@ class TrainedState:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
-        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
+        self.loaders = LoaderPositions()
+        self.inventories = Inventories(
+            self.model,
+            self.optimizers,
+            self.beside,
+            lambda: {**self.arithmetic.facts(), LOADERS: self.loaders.facts()},
+        )
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from tiercheck.trainer.deltas.unseen import FOREIGN, UnhookedUpdates, UnregisteredOptimizers
+from tiercheck.trainer.deltas.unseen import (
+    FOREIGN,
+    UnhookedUpdates,
+    UnregisteredOptimizers,
+    are_of_integration,
+    reaches,
+)
 from tiercheck.trainer.proof.proof import StateProof
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.save.deltas import Deltas
@@ -19,6 +25,7 @@ from tiercheck.trainer.save.slot_context import DeltaRoom, UnknownRoom
 from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import Inventory
+from tiercheck.trainer.state.loaders import LOADERS
 from tiercheck.trainer.tensors.accelerator import accelerator_of
 from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.tensors.tensor_parts import PLAIN, Entry, NotCapturable, shard_or_self, write_count
@@ -113,6 +120,9 @@ class Capturing:
         self.unsaved = self.unsaved or self._trained.arithmetic.unsaved
         before = self.unseen.found
         try:
+            state = [*self._trained.state.values()]
+            if begun_anew := self._trained.loaders.end_step(lambda each: reaches(state, each)):
+                self._saver.warn("Data", begun_anew)
             self.unseen.look()
         except NotCapturable:
             pass  # the inventory will report it with details
@@ -179,8 +189,10 @@ class Capturing:
         ready = None if device is None else device.final()
         return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
 
-    def loaded(self) -> None:
-        """Records that a load has ended."""
+    def loaded(self, facts: Mapping[str, Any]) -> None:
+        """Records that a load has ended. `facts`: the version's."""
+        if not are_of_integration(self._trained.state.values()):
+            self._trained.loaders.loaded(facts.get(LOADERS, ()))
         self.has_loaded, self._written, self._counters = True, {}, self._count_writes()
 
     def look_for_overwritten(self) -> None:
