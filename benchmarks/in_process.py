@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.harness import ROOT, Figure, Outcome, Scale, Sense, load, seconds_text
 from tests.cluster.jobs import OPERATOR_ENV, Job, Jobs
 from tests.cluster.test_in_process import RANKS, start, undisturbed
+from tests.lives import Lives
 from tiercheck.trainer.inprocess.listener import OrderListener
 from tiercheck.trainer.inprocess.steps import StepLoop
 from tiercheck_local.cluster import LocalCluster
@@ -62,7 +63,12 @@ def run(scale: Scale, parts: Sequence[str] = (), earlier: object = None) -> Outc
 
 def _compare(lines: list[dict[str, Any]]) -> int:
     """Returns how many losses there are. Raises AssertionError if one is not that of torch alone."""
-    expected = undisturbed("ddp", RANKS, max(line["step"] for line in lines) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        lives = Lives(Path(folder))
+        try:
+            expected = undisturbed(lives, "ddp", RANKS, max(line["step"] for line in lines) + 1)
+        finally:
+            lives.stop()
     assert all(line["loss"] == expected[line["rank"], line["step"]] for line in lines)
     return len(lines)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +15,7 @@ import pytest
 
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.staying_trainer import NOT_IN_PIPELINES, PLACES
+from tests.lives import Lives
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.kubernetes.api_server import PODS
 
@@ -32,24 +29,12 @@ EACH_RANK = [("fsdp", 0), ("ddp", 1), ("tp", 2)]
 
 
 @cache
-def undisturbed(kind: str, world: int, steps: int, trainer: Path = TRAINER) -> dict[tuple[int, int], str]:
+def undisturbed(
+    lives: Lives, kind: str, world: int, steps: int, trainer: Path = TRAINER
+) -> dict[tuple[int, int], str]:
     """The loss of each rank at each step, trained by torch alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:  # pipes would fill
-        printed = [Path(folder, str(rank)) for rank in range(world)]
-        ranks = []
-        for rank, path in enumerate(printed):
-            env = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "KIND": kind, "STEPS": str(steps),
-            }  # fmt: skip
-            with path.open("wb") as output:
-                ranks.append(subprocess.Popen([sys.executable, str(trainer)], env=env, stdout=output))
-        assert [each.wait(timeout=600) for each in ranks] == [0] * world
-        said = [json.loads(line) for path in printed for line in path.read_text().splitlines()]
-    return {(line["rank"], line["step"]): line["loss"] for line in said if "step" in line}
+    said = lives.run([], [trainer], ranks=world, env={"KIND": kind, "STEPS": str(steps)})
+    return {(line["rank"], line["step"]): line["loss"] for lines in said for line in lines if "step" in line}
 
 
 def start(
@@ -77,10 +62,10 @@ def lines_of(job: Job) -> list[dict[str, Any]]:
     return [line for line in job.printed() if "step" in line]
 
 
-def assert_equal_losses(job: Job, kind: str, trainer: Path = TRAINER) -> None:
+def assert_equal_losses(job: Job, lives: Lives, kind: str, trainer: Path = TRAINER) -> None:
     """Whatever was trained, also twice, gave the bits of the undisturbed run; nothing is missing."""
     job.wait_condition("Completed")
-    expected = undisturbed(kind, RANKS, max(line["step"] for line in lines_of(job)) + 1, trainer)
+    expected = undisturbed(lives, kind, RANKS, max(line["step"] for line in lines_of(job)) + 1, trainer)
     found = {(line["rank"], line["step"]) for line in lines_of(job)}
     assert found == set(expected)
     other = [line for line in lines_of(job) if line["loss"] != expected[line["rank"], line["step"]]]
@@ -112,14 +97,16 @@ def lose_two_ranks(job: Job) -> None:
 @pytest.mark.parametrize(
     "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp", "hsdp", "tp"))]
 )
-def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster, kind: str) -> None:
+def test_killed_rank_is_replaced_and_the_others_stay(
+    jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str
+) -> None:
     job = start(jobs, kind)
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert "restartedMessage" not in recovery
-    assert_equal_losses(job, kind)
+    assert_equal_losses(job, lives, kind)
     assert_stayed(job, lost=3)
 
 
@@ -134,7 +121,7 @@ def test_killed_rank_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalC
     ],
 )
 def test_rank_that_is_lost_while_another_is_replaced_costs_no_other_process(
-    jobs: Jobs, cluster: LocalCluster, kind: str, place: str
+    jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str, place: str
 ) -> None:
     job = start(jobs, kind, AGAIN=f"{place}=1")
     before = job.wait_trained(13)
@@ -142,14 +129,14 @@ def test_rank_that_is_lost_while_another_is_replaced_costs_no_other_process(
     recovery = job.wait_recovered(before["attempt"])
     stay = 3 if place == "entered" else 2  # the replacement stays, once it is in a step
     assert (recovery["attempt"], recovery["inProcess"]) == (3, stay)
-    assert_equal_losses(job, kind)
+    assert_equal_losses(job, lives, kind)
     pids = [{line["pid"] for line in lines_of(job) if line["rank"] == rank} for rank in range(RANKS)]
     assert [len(each) for each in pids] == [1, 2, 1, 2]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("number", "kind"), enumerate(["ddp", "fsdp", "hsdp", "tp", "pp"]))
-def test_rank_may_be_lost_at_any_place_of_a_step(jobs: Jobs, number: int, kind: str) -> None:
+def test_rank_may_be_lost_at_any_place_of_a_step(jobs: Jobs, lives: Lives, number: int, kind: str) -> None:
     """One after the other, in one job: so processes outlive many losses, too."""
     places = [place for place in PLACES if kind != "pp" or place not in NOT_IN_PIPELINES]
     plan = [f"{place}={(number + at) % RANKS}" for at, place in enumerate(places)]
@@ -157,26 +144,26 @@ def test_rank_may_be_lost_at_any_place_of_a_step(jobs: Jobs, number: int, kind: 
     for attempt, place in enumerate(places, 1):
         recovery = job.wait_recovered(attempt)
         assert (recovery["attempt"], recovery["inProcess"]) == (attempt + 1, RANKS - 1), place
-    assert_equal_losses(job, kind)
+    assert_equal_losses(job, lives, kind)
     assert {line["struck"] for line in job.printed() if "struck" in line} == set(places)
 
 
 @pytest.mark.extended
-def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_rank_that_keeps_the_store_is_replaced_too(jobs: Jobs, lives: Lives, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp")
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(0))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
-    assert_equal_losses(job, "fsdp")
+    assert_equal_losses(job, lives, "fsdp")
     assert_stayed(job, lost=0)
 
 
 @pytest.mark.extended
-def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs) -> None:
+def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs, lives: Lives) -> None:
     job = start(jobs, "ddp", LIVES="2")
     lose_two_ranks(job)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +171,7 @@ def test_replacement_is_itself_a_survivor_of_the_next_loss(jobs: Jobs) -> None:
     [pytest.param(*row, marks=pytest.mark.extended) for row in [("ddp", 4), ("fsdp", 4), ("ddp", 0)]],
 )
 def test_suspected_step_is_made_again_and_the_worker_that_gave_other_bits_moves(
-    jobs: Jobs, kind: str, stay: int
+    jobs: Jobs, lives: Lives, kind: str, stay: int
 ) -> None:
     job = start(jobs, kind, LIVES="2", PLAIN="" if stay else "1")
     job.wait_trained(13)
@@ -201,17 +188,17 @@ def test_suspected_step_is_made_again_and_the_worker_that_gave_other_bits_moves(
     assert moved["inProcess"] == max(0, stay - 1)
     assert job.pod(2)["spec"]["nodeName"] != node
     assert {"StepSuspected", "Differs", "StepDiffered", "NodeAvoided"} <= set(job.told())
-    assert_equal_losses(job, kind)
+    assert_equal_losses(job, lives, kind)
 
 
 @pytest.mark.extended
-def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, lives: Lives, cluster: LocalCluster) -> None:
     job = start(jobs, "ddp")
     before = job.wait_trained(13)
     cluster.api.delete(PODS, "default", job.pod_of(2), grace=0)
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert_stayed(job, lost=2)
 
 
@@ -219,7 +206,7 @@ def test_lost_pod_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalClus
     ("kind", "lost"), [pytest.param(*row, marks=pytest.mark.extended) for row in [("fsdp", 3), *EACH_RANK]]
 )
 def test_rank_of_a_pod_is_replaced_and_those_beside_it_stay(
-    jobs: Jobs, cluster: LocalCluster, kind: str, lost: int
+    jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str, lost: int
 ) -> None:
     job = start(jobs, kind, pods=2)
     before = job.wait_trained(13)
@@ -227,37 +214,39 @@ def test_rank_of_a_pod_is_replaced_and_those_beside_it_stay(
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
     assert "restartedMessage" not in recovery
-    assert_equal_losses(job, kind)
+    assert_equal_losses(job, lives, kind)
     assert_stayed(job, lost)
 
 
 @pytest.mark.extended
-def test_lost_pod_of_two_ranks_is_replaced_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_lost_pod_of_two_ranks_is_replaced_and_the_others_stay(
+    jobs: Jobs, lives: Lives, cluster: LocalCluster
+) -> None:
     job = start(jobs, "fsdp", pods=2)
     before = job.wait_trained(13)
     cluster.api.delete(PODS, "default", job.pod_of(1), grace=0)
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (2, 2)
-    assert_equal_losses(job, "fsdp")
+    assert_equal_losses(job, lives, "fsdp")
 
 
 @pytest.mark.extended
 def test_script_that_needs_the_others_to_build_its_model_is_started_anew(
-    jobs: Jobs, cluster: LocalCluster
+    jobs: Jobs, lives: Lives, cluster: LocalCluster
 ) -> None:
     job = start(jobs, "fsdp", SPREAD="1")
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
-    assert_equal_losses(job, "fsdp")
+    assert_equal_losses(job, lives, "fsdp")
 
 
 @pytest.mark.extended
-def test_job_that_wants_new_processes_gets_them(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_job_that_wants_new_processes_gets_them(jobs: Jobs, lives: Lives, cluster: LocalCluster) -> None:
     job = start(jobs, "fsdp", spec={"recovery": {"inProcess": "Never"}})
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (0, 4)
-    assert_equal_losses(job, "fsdp")
+    assert_equal_losses(job, lives, "fsdp")

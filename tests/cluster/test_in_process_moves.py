@@ -17,6 +17,7 @@ from tests.cluster.test_in_process import (
     start,
 )
 from tests.cluster.test_recovery import FAST_HANG
+from tests.lives import Lives
 from tiercheck.protocol.report import TrainerState
 from tiercheck_local.cluster import LocalCluster
 
@@ -42,7 +43,9 @@ def made_again(job: Job, attempt: int) -> int:
 
 
 @pytest.mark.extended
-def test_drained_node_costs_a_step_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_drained_node_costs_a_step_and_the_others_stay(
+    jobs: Jobs, lives: Lives, cluster: LocalCluster
+) -> None:
     job, before = start_trained(jobs)
     node = job.node_of(MOVED)
     cluster.faults.cordon_node(node)
@@ -54,13 +57,15 @@ def test_drained_node_costs_a_step_and_the_others_stay(jobs: Jobs, cluster: Loca
         assert_moved(job, recovery, node)
     finally:
         cluster.faults.cordon_node(node, cordoned=False)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert_stayed(job, lost=MOVED)
     assert made_again(job, recovery["attempt"]) <= 1
 
 
 @pytest.mark.extended
-def test_the_others_stay_however_long_the_replacement_takes(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_the_others_stay_however_long_the_replacement_takes(
+    jobs: Jobs, lives: Lives, cluster: LocalCluster
+) -> None:
     job, before = start_trained(jobs)
     with cordoned(cluster):
         cluster.faults.drain_pod(job.pod_of(MOVED))
@@ -68,7 +73,7 @@ def test_the_others_stay_however_long_the_replacement_takes(jobs: Jobs, cluster:
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["cause"] == "PodEvicted"
     assert (recovery["inProcess"], recovery["restarted"]) == (RANKS - 1, 1)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert_stayed(job, lost=MOVED)
 
 
@@ -82,7 +87,7 @@ def all_failed(job: Job) -> bool:
 @pytest.mark.extended
 @pytest.mark.parametrize("spares", [0, 1])
 def test_node_whose_end_is_announced_costs_a_step_and_the_others_stay(
-    jobs: Jobs, cluster: LocalCluster, spares: int
+    jobs: Jobs, lives: Lives, cluster: LocalCluster, spares: int
 ) -> None:
     job, before = start_trained(jobs, spec={"spares": spares})
     if spares:
@@ -95,25 +100,25 @@ def test_node_whose_end_is_announced_costs_a_step_and_the_others_stay(
         assert_moved(job, recovery, node)
     finally:
         cluster.faults.taint_node(node)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert_stayed(job, lost=MOVED)
     assert made_again(job, recovery["attempt"]) <= 1
 
 
 @pytest.mark.extended
-def test_spare_takes_over_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_spare_takes_over_and_the_others_stay(jobs: Jobs, lives: Lives, cluster: LocalCluster) -> None:
     job, before = start_trained(jobs, spec={"spares": 1})
     wait_spares(job, 1)
     node = job.node_of(MOVED)
     cluster.faults.kill_node(node)
     recovery = job.wait_recovered(before["attempt"])
     assert_moved(job, recovery, node)
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert_stayed(job, lost=MOVED)
 
 
 @pytest.mark.extended
-def test_straggler_moves_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_straggler_moves_and_the_others_stay(jobs: Jobs, lives: Lives, cluster: LocalCluster) -> None:
     """The first time it is ended in its place."""
     spec = {"failurePolicy": {"maxRestarts": 1000, **FAST_HANG}}
     plan = f"before step={MOVED};before step={MOVED}"
@@ -124,6 +129,6 @@ def test_straggler_moves_and_the_others_stay(jobs: Jobs, cluster: LocalCluster) 
         assert recovery["cause"] == "Hung"
         assert (recovery["inProcess"], recovery["restarted"]) == (RANKS - 1, 1)
         assert (job.node_of(MOVED) != node) is moves
-    assert_equal_losses(job, "ddp")
+    assert_equal_losses(job, lives, "ddp")
     assert max(made_again(job, attempt) for attempt in (2, 3)) <= 1
     assert_stayed(job, lost=MOVED, attempts=3)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.jobs import Jobs
 from tests.cluster.test_in_process import assert_equal_losses, assert_stayed, lose_two_ranks, start
+from tests.lives import Lives
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
@@ -18,22 +19,22 @@ TRAINER = Path(__file__).with_name("reentering_trainer.py")
     "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp", "tp"))]
 )
 def test_method_of_a_trainer_is_called_again_and_its_objects_stay(
-    jobs: Jobs, cluster: LocalCluster, kind: str
+    jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str
 ) -> None:
     job = start(jobs, kind, trainer=TRAINER)
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
     assert (recovery["inProcess"], recovery["restarted"]) == (3, 1)
-    assert_equal_losses(job, kind, TRAINER)
+    assert_equal_losses(job, lives, kind, TRAINER)
     assert_stayed(job, lost=3)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
 def test_function_that_makes_model_and_groups_is_called_again_in_the_same_process(
-    jobs: Jobs, kind: str
+    jobs: Jobs, lives: Lives, kind: str
 ) -> None:
     job = start(jobs, kind, trainer=TRAINER, HOW="function", LIVES="2")
     lose_two_ranks(job)
-    assert_equal_losses(job, kind, TRAINER)
+    assert_equal_losses(job, lives, kind, TRAINER)
