@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import ssl
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+from tiercheck_local.client import LocalAccess
 
 REAL_SERVER = (
     pytest.mark.real,
@@ -35,12 +35,8 @@ class Access:
 
 def load(kubeconfig: Path) -> Access:
     """Of a file as `write_kubeconfig` writes it."""
-    config = yaml.safe_load(kubeconfig.read_text())
-    cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-    headers = {"Authorization": f"Bearer {user['token']}"} if user.get("token") else {}
-    authority = cluster.get("certificate-authority-data")
-    trust = ssl.create_default_context(cadata=base64.b64decode(authority).decode()) if authority else None
-    return Access(cluster["server"], headers, trust)
+    access = LocalAccess(kubeconfig)
+    return Access(access.server, dict(access.headers()), access.tls)
 
 
 def server_tls(shown: Any, folder: Path) -> ssl.SSLContext:

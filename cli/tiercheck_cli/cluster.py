@@ -53,14 +53,6 @@ class UserAccess:
         return {"Authorization": token} if token else {}
 
 
-def open_local(kubeconfig: Path) -> ApiServer:
-    """Opens the server of a laptop cluster by its kubeconfig: many calls at once, no proxy between."""
-    configuration, _ = configured(str(kubeconfig), None)
-    configuration.proxy = None
-    configuration.connection_pool_maxsize = 16
-    return ApiServer(UserAccess(configuration), timeout=30.0)
-
-
 def configured(kubeconfig: str | None, context: str | None) -> tuple[kubernetes.client.Configuration, str]:
     """Returns the client configuration, as kubectl finds it, and the namespace to read.
     It is from the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises

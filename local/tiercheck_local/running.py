@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck.protocol.encoding import to_json
-from tiercheck_cli.cluster import open_local
 from tiercheck_local import markers
+from tiercheck_local.client import open_local
 from tiercheck_local.controllers.scheduler import ready_status
 from tiercheck_local.controlplane import ControlPlane, await_end, open_control_plane, tail_of
 from tiercheck_local.markers import Octet, free_ports

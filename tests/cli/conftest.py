@@ -12,7 +12,7 @@ import yaml
 
 from tests.access import BOTH_SERVERS
 from tests.cli import recorded
-from tiercheck_cli.cluster import open_local
+from tiercheck_local.client import open_local
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 from tiercheck_operator.kubernetes.api_server import (
     CONFIG_MAPS,

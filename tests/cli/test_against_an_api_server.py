@@ -17,8 +17,8 @@ import yaml
 from tests.cli import recorded
 from tests.cli.shown import Ran, run
 from tests.operator.kubernetes.proxy import service_account_kubeconfig
-from tiercheck_cli.cluster import open_local
 from tiercheck_cli.commands import complete
+from tiercheck_local.client import open_local
 from tiercheck_local.controlplane import ControlPlane, write_kubeconfig
 
 ROOT = Path(__file__).parents[2]
