@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
+from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.model.actions import Push
@@ -335,3 +336,19 @@ def test_first_container_that_its_kubelet_does_not_start_is_read_from_a_pod() ->
     )
     assert pod is not None
     assert (pod.held, pod.message) == ("ErrImagePull", "container trainer: ErrImagePull: not found")
+
+
+def test_script_that_never_ends_a_step_by_checkpointer_is_told_so() -> None:
+    world = World(make_spec())
+    world.hung = (1, None)
+    while world.status.phase != "Running":
+        world.tick()
+    assert "no rank has ended a step by Checkpointer.step" in world.condition("Protected").message
+    for worker in range(4):
+        sidecar = world.sidecar(worker)
+        sidecar.trainer = replace(sidecar.trainer, state=TrainerState.SUCCEEDED, exit_code=0)
+    world.until("Completed")
+    assert "without a call of Checkpointer.step: nothing was saved" in world.condition("Completed").message
+    world = World(make_spec(), steps=9)
+    world.until("Completed")
+    assert world.condition("Completed").message == "training succeeded on every worker"

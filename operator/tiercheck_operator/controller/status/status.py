@@ -291,7 +291,10 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if failed is not None:
         return failed
     if "peer" not in record.tiers:
-        return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
+        text = "no snapshot is complete on its holders yet"
+        if record.step is None:
+            text = f"{text}: no rank has ended a step by Checkpointer.step"
+        return Finding(conditions.WAITING_FOR_FIRST_VERSION, text)
     return None if _copies_made(obs, record) else _COPIES_LACK
 
 
@@ -442,7 +445,11 @@ def _suspended(look: _Look) -> _NewState:
     return None
 
 
-_SUCCEEDED = Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
+def _completed(look: _Look) -> _NewState:
+    if not look.findings.completed:
+        return None
+    unused = ", without a call of Checkpointer.step: nothing was saved" if look.record.step is None else ""
+    return True, Finding(conditions.ALL_SUCCEEDED, f"training succeeded on every worker{unused}")
 
 
 def _true_if(found: Finding | None) -> _NewState:
@@ -476,7 +483,7 @@ _CONDITIONS: tuple[tuple[str, Callable[[_Look], _NewState], Finding | None], ...
     (conditions.RESTORING, _restoring, None),
     (conditions.RUNNING, _running, None),
     (conditions.SUSPENDED, _suspended, Finding(conditions.RESUMED, "spec.suspend is false")),
-    (conditions.COMPLETED, lambda look: _true_if(_SUCCEEDED if look.findings.completed else None), None),
+    (conditions.COMPLETED, _completed, None),
     (conditions.FAILED, lambda look: _true_if(look.findings.failed), None),
 )
 """Each condition, the function that derives it, and the finding for False where that returns None.
