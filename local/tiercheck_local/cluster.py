@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import yaml
@@ -27,8 +27,6 @@ _HEADER_ROOM = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class FailpointHit:
-    """One firing of a failpoint."""
-
     pid: int
     at: float
     """Unix seconds."""
@@ -329,13 +327,11 @@ class LocalCluster(RunningCluster):
         """Applies the definitions in this folder and waits until the server serves them."""
         for file in sorted(folder.glob("*.yaml")):
             for definition in self.apply_file(file):
-                self._await_served(definition)
-
-    def _await_served(self, definition: Object) -> None:
-        name, spec = definition["metadata"]["name"], definition["spec"]
-        versions = [version["name"] for version in spec["versions"] if version["served"]]
-        paths = [f"/apis/{spec['group']}/{version}/{spec['names']['plural']}" for version in versions]
-        self.wait_for(lambda: all(map(self.answers, paths)), PATIENCE, f"{name} to be served")
+                name, spec = definition["metadata"]["name"], definition["spec"]
+                for version in spec["versions"]:
+                    if version["served"]:
+                        path = f"/apis/{spec['group']}/{version['name']}/{spec['names']['plural']}"
+                        self.wait_for(partial(self.answers, path), PATIENCE, f"{name} to be served")
 
     def answers(self, path: str) -> bool:
         """Returns whether the server serves that path, or has that object, at the moment."""

@@ -173,34 +173,24 @@ def run_uninterrupted(
                     controlplane.start_child(command, directory / "out.log", environment, folder=directory)
                 )
             log = TrainingLog(logs, "rank-0/out.log")
-            _follow_processes(processes, log, deadline, on_step, logs)
+            end = time.monotonic() + deadline
+            while not all(process.poll() == 0 for process in processes):
+                for step in log.poll():
+                    on_step(step)
+                failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+                if failed is not None or time.monotonic() > end:
+                    why = "it took too long"
+                    if failed is not None:
+                        why = f"rank {failed} exited with {processes[failed].returncode}"
+                    tail = controlplane.tail_of(logs / f"rank-{failed or 0}" / "out.log")
+                    raise WaitTimeout(f"the uninterrupted run failed: {why}\n{tail}")
+                time.sleep(0.2)
+            for step in log.poll():
+                on_step(step)
             return log.steps, log.digest
         finally:
             for process in processes:
                 controlplane.stop_child(process)
-
-
-def _follow_processes(
-    processes: Sequence[subprocess.Popen[bytes]],
-    log: TrainingLog,
-    deadline: float,
-    on_step: Callable[[Step], None],
-    logs: Path,
-) -> None:
-    end = time.monotonic() + deadline
-    while not all(process.poll() == 0 for process in processes):
-        for step in log.poll():
-            on_step(step)
-        failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
-        if failed is not None or time.monotonic() > end:
-            why = "it took too long"
-            if failed is not None:
-                why = f"rank {failed} exited with {processes[failed].returncode}"
-            tail = controlplane.tail_of(logs / f"rank-{failed or 0}" / "out.log")
-            raise WaitTimeout(f"the uninterrupted run failed: {why}\n{tail}")
-        time.sleep(0.2)
-    for step in log.poll():
-        on_step(step)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -118,7 +118,8 @@ def openapi(registry: Registry, group: str, version: str) -> Object:
     paths: Object = {}
     schemas: Object = {}
     for resource in registry.of(group, version):
-        name = _schema_name(resource)
+        reversed_group = ".".join(reversed((resource.group or "core.api.k8s.io").split(".")))
+        name = f"{reversed_group}.{resource.version}.{resource.kind}"
         schemas[name] = _schema(resource)
         scope = "/namespaces/{namespace}" if resource.namespaced else ""
         paths[f"/{_folder(group, version)}{scope}/{resource.plural}/{{name}}"] = {
@@ -133,11 +134,6 @@ def openapi(registry: Registry, group: str, version: str) -> Object:
         "paths": paths,
         "components": {"schemas": schemas},
     }
-
-
-def _schema_name(resource: Resource) -> str:
-    reversed_group = ".".join(reversed((resource.group or "core.api.k8s.io").split(".")))
-    return f"{reversed_group}.{resource.version}.{resource.kind}"
 
 
 def _identity(resource: Resource) -> Object:
