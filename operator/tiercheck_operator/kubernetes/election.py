@@ -192,8 +192,12 @@ class Elector(threading.Thread):
         try:
             if self._raw is None or not self._led:
                 self._raw = self._api.find(LEASES, self._namespace, self._lease)
-            move = self._candidate.see(None if self._raw is None else parse_lease(self._raw), self._clock())
-            self._note_holder()
+            lease = None if self._raw is None else parse_lease(self._raw)
+            move = self._candidate.see(lease, self._clock())
+            holder = "" if lease is None else lease.holder
+            if holder != self._holder and holder not in ("", self.identity):
+                log.info("%s leads; this replica waits", holder)
+            self._holder = holder
             if move is LeaseMove.WAIT or not self._alive():
                 return
             self._write(self._candidate.identity)
@@ -250,12 +254,6 @@ class Elector(threading.Thread):
             self._raw = self._api.replace(LEASES, self._namespace, self._lease, body)
         failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
-
-    def _note_holder(self) -> None:
-        holder = parse_lease(self._raw).holder if self._raw is not None else ""
-        if holder != self._holder and holder not in ("", self.identity):
-            log.info("%s leads; this replica waits", holder)
-        self._holder = holder
 
     def _notify_if_changed(self) -> None:
         leads = self.leads()

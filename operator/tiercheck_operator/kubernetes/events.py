@@ -78,8 +78,6 @@ class EventPoster:
 
     async def post_removed(self, job: JobView, removed: Sequence[DeletePod], now: float) -> None:
         """Posts the reasons of pod deletions, on the job and on the pods themselves."""
-        if not removed:
-            return
         notices = [
             Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed
         ]
