@@ -229,7 +229,6 @@ class ControlApi:
         self._state, self._reporter = state, reporter
         self._expected = f"Bearer {state.config.token}".encode()
         self._changed = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
         """Called with each request that has the job's token."""
         self._sent_serial = -1
@@ -243,7 +242,7 @@ class ControlApi:
         return app
 
     async def _listen(self, _: web.Application) -> None:
-        loop = self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def wake() -> None:
             if not loop.is_closed():
@@ -306,11 +305,9 @@ class ControlApi:
             left = deadline - asyncio.get_running_loop().time()
             if report.serial > after or left <= 0 or self._state.stopping:
                 return self._respond(report, request)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await changed.wait()
-            except TimeoutError:
-                continue
 
     def has_sent_all(self) -> bool:
         """Returns whether the controller has the newest report, or stopped asking `_MAX_WAIT` seconds ago."""

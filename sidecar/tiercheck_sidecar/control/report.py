@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -336,6 +336,4 @@ def _chain_length(marks: Watermarks) -> int:
 
 def render(reporter: Reporter) -> bytes:
     """Returns the text that Prometheus scrapes."""
-    registry = CollectorRegistry()
-    registry.register(ReportCollector(reporter))
-    return generate_latest(registry)
+    return generate_latest(ReportCollector(reporter))

@@ -248,22 +248,18 @@ class Restorer:
             wanted = (directive.attempt, directive.revision)
             if self._done != wanted:
                 self._tried = (wanted, self._tried[1] + 1 if self._tried[0] == wanted else 1)
-                self._carry_out_or_fail(directive)
+                try:
+                    self.carry_out(directive)
+                except BaseException as error:
+                    if self._tried[1] < _TRIES:
+                        raise  # it may not occur at the next try
+                    log.exception("the restore of attempt %d is given up", directive.attempt)
+                    why = f"the restore failed {_TRIES} times unexpectedly: {describe(error)}"
+                    version = directive.restore.version if directive.restore else None
+                    ranks = tuple(RankRestore(rank, None, None, 0, 0.0, (why,)) for rank in self._vault.ranks)
+                    # The controller waits for an answer.
+                    self._publish(directive, RestoreReport(RestoreState.FAILED, version, ranks))
                 self._done = wanted
-
-    def _carry_out_or_fail(self, directive: Directive) -> None:
-        """Restores. An unexpected error is raised, because it may not occur at the next try.
-        The last one is reported instead, because the controller waits for an answer."""
-        try:
-            self.carry_out(directive)
-        except BaseException as error:
-            if self._tried[1] < _TRIES:
-                raise
-            log.exception("the restore of attempt %d is given up", directive.attempt)
-            why = f"the restore failed {_TRIES} times unexpectedly: {describe(error)}"
-            version = directive.restore.version if directive.restore else None
-            ranks = tuple(RankRestore(rank, None, None, 0, 0.0, (why,)) for rank in self._vault.ranks)
-            self._publish(directive, RestoreReport(RestoreState.FAILED, version, ranks))
 
     def carry_out(self, directive: Directive) -> None:
         """Restores as `directive` demands, and reports the result."""
