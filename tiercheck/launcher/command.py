@@ -135,10 +135,8 @@ class OutOfMemory:
 
     def _first(self, names: tuple[str, ...]) -> int | None:
         for name in names:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
                 return int((self._folder / name).read_text())
-            except (OSError, ValueError):  # not there, or "max"
-                continue
         return None
 
 
@@ -192,10 +190,8 @@ def start(
 
 def send_signal(pid: int, number: int) -> None:
     """Sends a signal to the command's whole process group, if that still exists."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def kill_descendants(spared: Collection[int] = ()) -> set[int]:
@@ -206,10 +202,8 @@ def kill_descendants(spared: Collection[int] = ()) -> set[int]:
     parent_of = {pid: parent for pid, parent in parents().items() if pid not in spared}
     found = descendants(os.getpid(), parent_of)
     for pid in found:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return found
 
 
@@ -297,10 +291,8 @@ def dump_stacks() -> list[int]:
         f"tiercheck: no step for long; asking processes {asked} for their stacks", file=sys.stderr, flush=True
     )
     for pid in asked:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASK)
-        except ProcessLookupError:
-            continue
     return asked
 
 
