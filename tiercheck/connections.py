@@ -24,8 +24,6 @@ MOST_PER_ADDRESS = 64
 
 @dataclass(frozen=True, eq=False)
 class UnauthenticatedClient:
-    """An unauthenticated connection."""
-
     address: str
     cut: Callable[[], None]
     """Shuts the connection down; may be called from any thread."""

@@ -43,7 +43,6 @@ def digest_as_filled(view: memoryview, fill: Callable[[memoryview], None]) -> st
 
 
 def digest(view: memoryview, chunk: int = CHUNK) -> Digests:
-    """Returns the digests of all chunks of `view`."""
     values = tuple(digest_chunk(view[begin : begin + chunk]) for begin in range(0, len(view), chunk))
     return Digests(size=len(view), chunk=chunk, values=values)
 

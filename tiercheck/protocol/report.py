@@ -56,8 +56,6 @@ class RankRestore:
 
 @dataclass(frozen=True, slots=True)
 class RestoreProgress:
-    """The progress of a running restore."""
-
     bytes: int
     """Bytes received so far."""
     wanted: int

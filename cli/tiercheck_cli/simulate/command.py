@@ -155,8 +155,6 @@ def _as_json(
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one setting."""
-
     setting: str
     placement: Placement
     simulation: Simulation

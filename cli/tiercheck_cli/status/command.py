@@ -165,7 +165,6 @@ def screen(view: StatusView, width: int, wide: bool = False) -> Group:
 
 
 def jobs_table(views: Sequence[StatusView], everywhere: bool) -> Table:
-    """Returns a table with one line for each job."""
     table = columns(
         *(["NAMESPACE"] if everywhere else []), folded("NAME"), "PHASE", right("STEP"), right("PEER LAG"),
         right("REMOTE"), right("RESTARTS"), Column("SURVIVES", ratio=1), right("!"), right("AGE"),

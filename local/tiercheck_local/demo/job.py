@@ -151,8 +151,6 @@ def job(play: Play, command: list[str], endpoint: str, bucket: str) -> Object:
 
 @dataclass(frozen=True)
 class Failure:
-    """One failure of the story."""
-
     name: str
     fault: str
     """A key of `tiercheck_local.stage.FAULTS`."""

@@ -56,8 +56,6 @@ class _Hosts(NamedTuple):
 
 
 class SidecarSetup(NamedTuple):
-    """The sidecar of one pod."""
-
     worker: str
     """The worker's value in the containers' environment."""
     ports: int

@@ -25,8 +25,6 @@ ANSWERS_TO_RECOVER = 3
 
 @dataclass
 class _PeerState:
-    """The state of one peer."""
-
     answered_at: float
     how: ConnectionFailure | None = None
     answers: int = 0

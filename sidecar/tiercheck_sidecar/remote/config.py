@@ -206,7 +206,6 @@ def untrusted_certificate_advice() -> str:
 
 
 def wrong_credentials_advice() -> str:
-    """Returns the advice for wrong credentials."""
     if os.environ.get(ENV_POD_UID):
         return "correct the Secret named in credentialsSecretName"
     return "correct the AWS_ variables of the environment, or the profile that AWS_PROFILE names"

@@ -93,7 +93,6 @@ def where(seal: Seal) -> StockPlace:
 
 
 def by_rank(artifacts: Iterable[Artifact]) -> dict[int, MemoryStock]:
-    """Returns the stock of each rank in `artifacts`."""
     found: dict[int, MemoryStock] = {}
     for each in artifacts:
         found[each.rank] = found.get(each.rank, NOTHING).plus(each.kind, each.version)

@@ -206,7 +206,6 @@ class Pair:
 @dataclass
 class Clones:
     optimizer: Optimizer
-    """The optimizer of the clones."""
     pairs: list[Pair]
     groups: list[tuple[int, dict[str, Any]]]
     """The index of the real group for each group of the clones, and the values that differ."""

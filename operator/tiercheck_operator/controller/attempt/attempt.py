@@ -45,7 +45,6 @@ class NewAttempt:
     status: JobRecord
     placement: SavedPlacement
     placed: Finding
-    """The finding for the condition Placed."""
 
 
 def begin_attempt(situation: Situation, recovery: Recovery) -> NewAttempt | Finding:

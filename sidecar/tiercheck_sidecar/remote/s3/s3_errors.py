@@ -142,7 +142,8 @@ def from_boto(error: Exception, location: str) -> RemoteError:
 def from_obstore(error: Exception, location: str) -> RemoteError:
     """Converts what obstore raises: BaseError, and FileNotFoundError for any 404."""
     said, _, causes = str(error).partition("\n\nDebug source")
-    answer = _answer_in(said)
+    status = _STATUS.search(said)
+    answer = answer_of_page(int(status[1]), said[status.end() :]) if status is not None else Answer()
     if answer.code or answer.status:
         return of_answer(answer, location)
     if "FromUtf8Error" in causes:
@@ -198,11 +199,6 @@ def answer_of_page(status: int, text: str) -> Answer:
     return Answer(status, *read_page(text), region[1] if region else "")
 
 
-def _answer_in(text: str) -> Answer:
-    status = _STATUS.search(text)
-    return answer_of_page(int(status[1]), text[status.end() :]) if status is not None else Answer()
-
-
 def of_answer(answer: Answer, location: str) -> RemoteError:
     """Returns the error for a server's error answer, with advice where the code is known."""
     status, code, passing = answer.status, answer.code, False
@@ -255,7 +251,6 @@ def _advice(answer: Answer) -> str:
 
 
 def credentials_missing(location: str, detail: str = "") -> RemoteError:
-    """Returns the error for a lack of credentials."""
     return RemoteError(
         Reason.CREDENTIALS_MISSING,
         f"No credentials for {location} were found{f' ({detail})' if detail else ''}; "
