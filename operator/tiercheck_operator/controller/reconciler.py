@@ -34,7 +34,7 @@ from tiercheck_operator.model.actions import Decision, SavePlacement
 from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport, soonest
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job
-from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedMember, SavedPlacement
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.sidecars import JobSidecars, Lines
 
@@ -391,7 +391,8 @@ class JobLoop:
         )
 
     async def _look_for_vanished(self, job: JobView) -> None:
-        """Reads, once, each of the attempt's pods that is not in the view: a stale list may lack it."""
+        """Reads, once, each of the attempt's pods that is not in the view, and puts its labels back.
+        A stale list may lack it, or somebody took its labels off; neither shall restart a healthy training."""
         placement = self._owned_objects.placement
         if placement is None or placement.attempt != job.status.attempt or self._is_done(job):
             return
@@ -401,7 +402,28 @@ class JobLoop:
                 pod = await self._context.kube.find(PODS, job.namespace, member.pod)
                 self._looked_for.add(member.pod_uid)
                 if pod is not None and pod["metadata"].get("uid") == member.pod_uid:
-                    self._context.found(pod)
+                    self._context.found(await self._with_labels(job, member, pod))
+
+    async def _with_labels(self, job: JobView, member: SavedMember, pod: dict[str, Any]) -> dict[str, Any]:
+        """Returns the pod, with the labels by which it is found if it is the job's and they were taken off."""
+        present = pod["metadata"].get("labels") or {}
+        owners = {owner.get("uid") for owner in pod["metadata"].get("ownerReferences") or []}
+        if {names.LABEL_JOB_UID, names.LABEL_WORKER} <= present.keys() or job.identity not in owners:
+            return pod
+        ours = {
+            names.LABEL_JOB: job.name,
+            names.LABEL_JOB_UID: job.identity,
+            names.LABEL_WORKER: str(member.worker),
+            names.LABEL_INCARNATION: str(member.incarnation),
+        }
+        labels = {key: value for key, value in ours.items() if key not in present}
+        log.warning("%s: labels were taken off pod %s, and are put back once", self.named, member.pod)
+        change = {"metadata": {"uid": member.pod_uid, "labels": labels}}
+        try:
+            return await self._context.kube.patch(PODS, job.namespace, member.pod, change)
+        except ApiFailure as error:
+            log.warning("%s: pod %s: %s", self.named, member.pod, error)
+            return pod
 
     def _vanished_members(self, job: JobView, pods: Iterable[PodView]) -> set[str]:
         """Returns the UIDs of the attempt's pods that have no object, as after a forced deletion.

@@ -26,7 +26,7 @@ from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import CreatePod, Decision, EnsureService, SavePlacement
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.saved_placement import SavedMember, SavedPlacement
 from tiercheck_operator.model.status import Recovery
 
@@ -387,6 +387,27 @@ async def test_member_that_the_view_lacks_is_read_once_before_it_counts_as_gone(
         await loop._reconcile()
     assert kube.names("GET") == ["j-0-0"]
     assert [pod["metadata"]["uid"] for pod in found] == [there] * (there == "u0")
+
+
+@pytest.mark.parametrize(("owner", "put_back"), [("u", True), ("another", False)])
+async def test_labels_that_were_taken_off_a_member_are_put_back_once_and_it_trains_on(
+    owner: str, put_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch shows no pod without them. Any user may write a foreign pod's name into the placement."""
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler.decide", lambda obs: Decision())
+    kube, found = StandIn(new_job() | {"status": {"attempt": 1}}), list[Any]()
+    reference = {"apiVersion": JOBS.api_version, "kind": "TierCheckJob", "uid": owner, "controller": True}
+    pod = {"name": "j-0-3", "uid": "u0", "ownerReferences": [reference], "labels": {"team": "a"}}
+    kube.put("/api/v1/namespaces/default/pods/j-0-3", {"metadata": pod})
+    loop = JobLoop(kube.job, replace(surroundings(kube), found=found.append))
+    loop._known, loop._read_at = True, time.time()
+    loop._owned_objects.placement = SavedPlacement(1, (SavedMember(0, "j-0-3", "u0", 3, "n", ()),))
+    for _ in range(3):
+        await loop._reconcile()
+    assert kube.names("PATCH") == ["j-0-3"] * put_back
+    seen = parse_pod(found[0])
+    assert (seen is not None) is put_back
+    assert seen is None or (seen.job_uid, seen.worker, seen.incarnation) == ("u", 0, 3)
 
 
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
