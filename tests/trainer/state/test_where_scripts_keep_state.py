@@ -917,6 +917,37 @@ def test_data_of_a_module_that_stay_as_they_are_are_not_in_the_log(
     assert "Attribute" not in caplog.text
 
 
+class Balanced(nn.Module):
+    """Keeps parts of the loss, as a mixture of experts does, beside a number that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.aux: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(x) * self.calls
+        self.aux, self.parts = out.mean(), [out.std(), out.max()]
+        return out
+
+
+def test_part_of_a_loss_that_a_module_keeps_is_not_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> Script:
+        def loss_of(model: Any) -> Tensor:
+            loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
+            return loss + model.aux + sum(model.parts)
+
+        model = Balanced()
+        return loop(model, adam(model.parameters()), loss_of=loss_of)
+
+    survives_from_a_snapshot(build, tmp_path)
+    assert "Attribute" not in caplog.text
+
+
 def test_metric_in_the_model_is_saved_and_no_tensor_of_it_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

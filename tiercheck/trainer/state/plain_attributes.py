@@ -29,6 +29,7 @@ from tiercheck.trainer.state.values import (
     DICTS,
     has_tensors,
     is_same,
+    is_term,
     mark,
     numpy_type,
     own_copy,
@@ -199,7 +200,9 @@ class PlainAttributes:
         elif generator_state(value) is not None:
             self._generators[place] = None
         # What weight norm and pruning compute of a parameter: `weight` of `weight_orig`.
-        elif not any(key.startswith(f"{name}_") for key in owner.get("_parameters", ())):
+        elif not is_term(value) and not any(
+            key.startswith(f"{name}_") for key in owner.get("_parameters", ())
+        ):
             self._unsaved[place] = None
 
     def _forms(self, number: int) -> dict[str, Any]:
@@ -209,7 +212,7 @@ class PlainAttributes:
         return {
             name: _form(owner[name])
             for name in beside
-            if (number, name) in self._unsaved or has_tensors(owner[name])
+            if (number, name) in self._unsaved or (has_tensors(owner[name]) and not is_term(owner[name]))
         }
 
     def _is_other(self, place: _Place, value: Any) -> bool:

@@ -115,3 +115,10 @@ def has_tensors(value: Any, deep: int = 2) -> bool:
         members = islice(value.values() if isinstance(value, dict) else value, _MEMBERS)
         return any(has_tensors(each, deep - 1) for each in members)
     return isinstance(value, Tensor)
+
+
+def is_term(value: Any) -> bool:
+    """Returns whether it is one number, or several, that a backward pass began with, as a part of a loss."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(is_term, value))
+    return isinstance(value, Tensor) and not value.dim() and value.grad_fn is not None
