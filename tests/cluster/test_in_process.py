@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import Job, Jobs
+from tests.cluster.jobs import PREPARE_LATE, Job, Jobs
 from tests.cluster.staying_trainer import NOT_IN_PIPELINES, PLACES
 from tests.lives import Lives
 from tiercheck_local.cluster import LocalCluster
@@ -123,7 +123,7 @@ def test_killed_rank_is_replaced_and_the_others_stay(
 def test_rank_that_is_lost_while_another_is_replaced_costs_no_other_process(
     jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str, place: str
 ) -> None:
-    job = start(jobs, kind, AGAIN=f"{place}=1")
+    job = start(jobs, kind, AGAIN=f"{place}=1", **PREPARE_LATE)
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Jobs
+from tests.cluster.jobs import PREPARE_LATE, Jobs
 from tests.cluster.test_in_process import assert_equal_losses, assert_stayed, lose_two_ranks, start
 from tests.lives import Lives
 from tiercheck_local.cluster import LocalCluster
@@ -21,7 +21,7 @@ TRAINER = Path(__file__).with_name("reentering_trainer.py")
 def test_method_of_a_trainer_is_called_again_and_its_objects_stay(
     jobs: Jobs, lives: Lives, cluster: LocalCluster, kind: str
 ) -> None:
-    job = start(jobs, kind, trainer=TRAINER)
+    job = start(jobs, kind, trainer=TRAINER, **PREPARE_LATE)
     before = job.wait_trained(13)
     cluster.faults.kill_container_process(job.pod_of(3))
     recovery = job.wait_recovered(before["attempt"])
