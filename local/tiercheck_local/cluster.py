@@ -321,7 +321,8 @@ class LocalCluster(RunningCluster):
 
     def apply_file(self, path: Path) -> list[Object]:
         """Applies every document of a YAML file."""
-        return [self.apply(document) for document in yaml.safe_load_all(path.read_text()) if document]
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # our definitions are long
+        return [self.apply(document) for document in yaml.load_all(path.read_text(), loader) if document]
 
     def apply_crds(self, folder: Path) -> None:
         """Applies the definitions in this folder and waits until the server serves them."""

@@ -57,8 +57,8 @@ def test_no_generated_file_has_lost_its_source() -> None:
 def test_definition_that_is_installed_is_the_one_in_crds() -> None:
     """Rendered, so that nothing is lost between the file and the cluster."""
     for path in (ROOT / "crds").glob("*.yaml"):
-        source = yaml.safe_load(path.read_text())
-        (installed,) = yaml.safe_load_all(rendered()[f"crds/{path.name}"])
+        source = yaml.load(path.read_text(), yaml.CSafeLoader)
+        (installed,) = yaml.load_all(rendered()[f"crds/{path.name}"], yaml.CSafeLoader)
         assert installed["spec"] == source["spec"]
         assert installed["metadata"]["name"] == source["metadata"]["name"]
 

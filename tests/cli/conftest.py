@@ -43,7 +43,9 @@ def filled(plane: ControlPlane) -> Path:
     """The kubeconfig of a server that holds the recorded job, its pods, nodes, placement and Events."""
     api = open_local(plane.kubeconfig)
     try:
-        api.create(CRDS, None, yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text()))
+        api.create(
+            CRDS, None, yaml.load((ROOT / "crds" / "tiercheckjobs.yaml").read_text(), yaml.CSafeLoader)
+        )
         api.create(NAMESPACES, None, {"metadata": {"name": recorded.NAMESPACE}})
         job = recorded.job()
         status = job.pop("status")

@@ -202,7 +202,7 @@ OF_OTHERS = {
 
 
 def definition(name: str) -> dict[str, Any]:
-    (version,) = yaml.safe_load(Path(f"crds/{name}.yaml").read_text())["spec"]["versions"]
+    (version,) = yaml.load(Path(f"crds/{name}.yaml").read_text(), yaml.CSafeLoader)["spec"]["versions"]
     return dict(version["schema"]["openAPIV3Schema"])
 
 

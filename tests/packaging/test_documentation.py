@@ -141,7 +141,9 @@ def fields() -> set[str]:
         names = set(properties) if isinstance(properties, dict) else set()
         return names.union(*map(walk, schema.values()))
 
-    return set().union(*(walk(yaml.safe_load(path.read_text())) for path in (ROOT / "crds").glob("*.yaml")))
+    return set().union(
+        *(walk(yaml.load(path.read_text(), yaml.CSafeLoader)) for path in (ROOT / "crds").glob("*.yaml"))
+    )
 
 
 @pytest.mark.parametrize("term", TERMS)

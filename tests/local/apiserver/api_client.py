@@ -131,7 +131,7 @@ HERE = Path(__file__).parent
 
 def define(api: Api, file: Path) -> None:
     """Create the CRD in `file` (once) and wait until its resource is served."""
-    crd: dict[str, Any] = yaml.safe_load(file.read_text())
+    crd: dict[str, Any] = yaml.load(file.read_text(), yaml.CSafeLoader)
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     name, spec = crd["metadata"]["name"], crd["spec"]
     if api.call("GET", f"{crds}/{name}")[0] == 404:
