@@ -25,7 +25,7 @@ from tiercheck.trainer.state.user_state import generator_state
 LOADERS = "data loaders"
 """The key of `LoaderPositions.facts` in the facts of snapshots and deltas."""
 _DEEP, _MEMBERS = 4, 64
-"""How far, and up to how many members of a collection, values are read that decide an order."""
+"""The depth, and the members of a collection, up to which values are read that decide an order."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class LoaderPositions:
     def __init__(self) -> None:
         self._iterations: list[_Iteration] = []
         self._advanced: list[_Iteration] = []
-        """Those that gave batches in the newest step."""
+        """The iterations that gave batches in the newest step."""
         self._newest: dict[tuple[str, int], _Iteration] = {}
         self._ends: dict[tuple[str, int], int] = {}
         """The number of batches after which each loader's last iteration was left, by its dataset."""
