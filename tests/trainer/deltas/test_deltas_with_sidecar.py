@@ -271,14 +271,12 @@ KILLED = """
 import os, signal
 from tests.trainer.deltas.replaying import train, trained
 from tests.trainer.deltas.test_deltas_with_sidecar import simple
-from tiercheck.trainer.save import delta
+from tiercheck.trainer.deltas.delta_format import Item
 running, checkpointer = trained(simple, 7)
 checkpointer.wait()
-copy = delta.DeltaJob._copy_items
-def die(self, items):
-    copy(self, items[:1])
+def die(item):
     os.kill(os.getpid(), signal.SIGKILL)
-delta.DeltaJob._copy_items = die
+Item.copied = die  # after the first one
 train(running, checkpointer, 9)
 """
 

@@ -182,7 +182,14 @@ class Restoring:
             self._refuse_others(begun)
             self._refuse_unequal(version, [written for _, written in begun])
         load_all(trained, slot, facts)
-        self._put_back_passing(slot, facts)
+        passing = trained.inventories.passing
+        for name, value in slot.tensors().items():
+            if name.startswith(NON_PERSISTENT_PREFIX):
+                short = name.removeprefix(NON_PERSISTENT_PREFIX)
+                if not passing.put_back(short, value):
+                    passing.make(short, value)
+        for name in facts.get("cleared", ()):
+            passing.clear(name)
         self._refuse_other_state(version, slot.proof())
         room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
         return Loaded(version, content, facts, room, slot.user_blob_bytes())
@@ -320,16 +327,6 @@ class Restoring:
         """Gives up that snapshot and what depends on it. Raises RestoreError."""
         self._backend.report(ReportMismatch(snapshot.step, why, Kind.SNAPSHOT))
         raise RestoreError(why)
-
-    def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:
-        passing = self._trained.inventories.passing
-        for name, value in slot.tensors().items():
-            if name.startswith(NON_PERSISTENT_PREFIX):
-                short = name.removeprefix(NON_PERSISTENT_PREFIX)
-                if not passing.put_back(short, value):
-                    passing.make(short, value)
-        for name in facts.get("cleared", ()):
-            passing.clear(name)
 
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
         """Opens a slot and its user blob. Raises RestoreError if it is not what it should be."""

@@ -27,7 +27,6 @@ from tiercheck.trainer.deltas.delta_format import (
     REPLAY_BYTES,
     Delta,
     DeltaPlan,
-    Item,
     Planner,
     replay_blob,
 )
@@ -187,7 +186,6 @@ class DeltaJob(Job):
         self._delta = delta
         self._script = script
         self._plan: DeltaPlan
-        self._by_name: dict[str, Item] = {}
         self._hashes: state_hash.Folded
         self._looked: tuple[Mapping[str, Tensor], Sample] | None = None
         self.seconds = 0.0
@@ -245,9 +243,12 @@ class DeltaJob(Job):
             writer.pin()  # before training waits for this artifact: it may take seconds
         if not delta.start():
             raise Cancelled
-        self._by_name = {item.name: item for item in plan.items}
         if delta.device is None:
-            self._copy_items(plan.items)
+            for item in plan.items:
+                name, tensor = item.hand_over()
+                staging.copy_tensor(self._views[name], tensor)
+                item.copied()  # its gradient is released at once
+            self._refuse_torn()
         # The state does not change until the barrier lets the next update begin.
         self._hashes = state_hash.fold(turn)
         if not self._script.is_still(delta.seen):
@@ -262,20 +263,13 @@ class DeltaJob(Job):
             self._device_copy.begin(items, self._views, must if self._context.gate() else ())
             delta.done = delta.device.passed()
 
-    def _copy_items(self, items: list[Item]) -> None:
-        """Copies items, and releases each gradient at once. Raises Skipped if one was overwritten before."""
-        for item in items:
-            name, tensor = item.hand_over()
-            staging.copy_tensor(self._views[name], tensor)
-            item.copied()
-        self._refuse_torn()
-
     def _land(self) -> None:
         assert self._device_copy is not None
         assert self._delta.ready is not None
         self._delta.ready.synchronize()
         begun = time.monotonic()
-        self._device_copy.land(lambda name: self._by_name[name].copied())
+        by_name = {item.name: item for item in self._plan.items}
+        self._device_copy.land(lambda name: by_name[name].copied())
         self._refuse_torn()
         self.seconds += time.monotonic() - begun
 
@@ -296,18 +290,14 @@ class DeltaJob(Job):
                 "GradientReused", "one was overwritten while it was copied; it is copied at once from now on"
             )
 
-    def _refuse_untold(self) -> None:
-        """Raises Skipped if a tensor was changed that the delta does not record."""
+    def _finish(self) -> None:
+        delta = self._delta
         if self._looked is not None:
-            told = {f"model/{name}" for name, _ in self._delta.buffers}
-            if name := self._script.untracked.delta(self._delta.step, self._looked, told):
+            told = {f"model/{name}" for name, _ in delta.buffers}
+            if name := self._script.untracked.delta(delta.step, self._looked, told):
                 raise Skipped(
                     "Inexact", f"{name}, which no optimizer updates, was changed behind torch's counters"
                 )
-
-    def _finish(self) -> None:
-        delta = self._delta
-        self._refuse_untold()
         blob = replay_blob(self._plan, self._hashes.texts(), delta.threads)
         bytes_into(self._views[REPLAY_BLOB], blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
