@@ -70,6 +70,18 @@ def python_files() -> list[str]:
     return [path for path in listed if (ROOT / path).is_file()]
 
 
+@functools.cache
+def heads_of_files() -> dict[str, tuple[str, str, list[ast.ImportFrom]]]:
+    """Of every file of the repository: text, docstring and imports. All trees would take much memory."""
+    heads = {}
+    for path in python_files():
+        text = (ROOT / path).read_text()
+        tree = ast.parse(text)
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        heads[path] = text, ast.get_docstring(tree) or "", imports
+    return heads
+
+
 def imports_of(name: str) -> Iterator[str]:
     """Modules of the product that a module imports outside its functions, for types only or not."""
 
@@ -203,9 +215,9 @@ def test_what_benchmarks_and_tests_import_of_the_product_is_there() -> None:
     known = {name: names_in(tree) for name, tree in trees().items()}
     missing = [
         f"{path}: {node.module}.{alias.name}"
-        for path in python_files()
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module in known
+        for path, (_, _, imports) in heads_of_files().items()
+        for node in imports
+        if node.module in known
         for alias in node.names
         if alias.name not in known[node.module] and f"{node.module}.{alias.name}" not in known
     ]
@@ -214,9 +226,7 @@ def test_what_benchmarks_and_tests_import_of_the_product_is_there() -> None:
 
 def test_the_first_line_of_a_module_is_a_whole_sentence() -> None:
     bad = {}
-    for path in python_files():
-        text = (ROOT / path).read_text()
-        words = ast.get_docstring(ast.parse(text)) or ""
+    for path, (text, words, _) in heads_of_files().items():
         first = words.partition("\n")[0]
         if text.strip() and (not first.endswith(".") or len(first) > LONGEST_FIRST_LINE):
             bad[path] = first
