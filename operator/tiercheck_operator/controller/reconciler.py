@@ -392,20 +392,23 @@ class JobLoop:
 
     async def _look_for_vanished(self, job: JobView) -> None:
         """Reads, once, each of the attempt's pods that is not in the view, and puts its labels back.
-        A stale list may lack it, or somebody took its labels off; neither shall restart a healthy training."""
+        A stale list may lack it, or its labels were taken off; neither may restart a healthy training."""
         placement = self._owned_objects.placement
         if placement is None or placement.attempt != job.status.attempt or self._is_done(job):
             return
         present = {pod.uid for pod in self._pods(job)} | self._looked_for
-        for member in placement.members:
-            if member.pod_uid not in present:
-                pod = await self._context.kube.find(PODS, job.namespace, member.pod)
-                self._looked_for.add(member.pod_uid)
-                if pod is not None and pod["metadata"].get("uid") == member.pod_uid:
-                    self._context.found(await self._with_labels(job, member, pod))
+        missing = [member for member in placement.members if member.pod_uid not in present]
+        # At once, because all pods of a large job may be lost.
+        await asyncio.gather(*(self._look_for(job, member) for member in missing))
+
+    async def _look_for(self, job: JobView, member: SavedMember) -> None:
+        pod = await self._context.kube.find(PODS, job.namespace, member.pod)
+        self._looked_for.add(member.pod_uid)
+        if pod is not None and pod["metadata"].get("uid") == member.pod_uid:
+            self._context.found(await self._with_labels(job, member, pod))
 
     async def _with_labels(self, job: JobView, member: SavedMember, pod: dict[str, Any]) -> dict[str, Any]:
-        """Returns the pod, with the labels by which it is found if it is the job's and they were taken off."""
+        """Returns the pod, with the labels by which it is found if it is the job's and lacks them."""
         present = pod["metadata"].get("labels") or {}
         owners = {owner.get("uid") for owner in pod["metadata"].get("ownerReferences") or []}
         if {names.LABEL_JOB_UID, names.LABEL_WORKER} <= present.keys() or job.identity not in owners:
