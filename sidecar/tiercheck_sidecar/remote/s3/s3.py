@@ -93,6 +93,9 @@ class UnfinishedUpload:
         crc = _crc64nvme(piece) if self._checksum == "CRC64NVME" else ""
         more = {"ChecksumCRC64NVME": crc} if crc else {}
         answer = self._boto.upload_part(**name, PartNumber=number, Body=io.BytesIO(piece), **more)
+        if "ETag" not in answer:
+            odd = s3_errors.Answer(200, sentence="a part was taken without an ETag")
+            raise s3_errors.of_answer(odd, self._location)
         return str(answer["ETag"])
 
     def _find(self) -> tuple[dict[str, str], dict[int, str]]:

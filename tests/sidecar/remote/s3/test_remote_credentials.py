@@ -32,6 +32,7 @@ from tiercheck_sidecar.remote.preflight import CHUNK
 from tiercheck_sidecar.remote.s3 import s3
 from tiercheck_sidecar.remote.s3.s3_ranges import RangeReader
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
+from tiercheck_sidecar.remote.store import RemoteStore
 
 
 @pytest.fixture
@@ -289,19 +290,36 @@ def of(settings: dict[str, Any]) -> str:
     return json.dumps({"s3": {"bucket": BUCKET, **settings}})
 
 
+CONTENT = memoryview(bytes(11 * CHUNK))
+
+
+def begin_upload(s3_client: Any, store: RemoteStore) -> None:
+    """Leaves an upload with the first of three parts."""
+    key = store._objects._key("artifacts/x")  # type: ignore[attr-defined]
+    upload = s3_client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    part = {"Bucket": BUCKET, "Key": key, "UploadId": upload, "PartNumber": 1}
+    s3_client.upload_part(**part, Body=CONTENT[: 5 * CHUNK].tobytes())
+
+
 def test_upload_that_goes_on_carries_what_a_lock_demands(
     proxy: Proxy, s3_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = memoryview(bytes(11 * CHUNK))
     with opened(proxy.url) as store:
-        key = store._objects._key("artifacts/x")  # type: ignore[attr-defined]
-        upload = s3_client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
-        part = {"Bucket": BUCKET, "Key": key, "UploadId": upload, "PartNumber": 1}
-        s3_client.upload_part(**part, Body=content[: 5 * CHUNK].tobytes())
+        begin_upload(s3_client, store)
         _, meets = DEMANDS["checksums, as a lock does"]
         proxy.rule = lambda seen: None if meets(seen) else Fault(answer=refusal("InvalidRequest", 400))
-        store._objects.upload("artifacts/x", content, CHUNK, lambda *_: None)
+        store._objects.upload("artifacts/x", CONTENT, CHUNK, lambda *_: None)
     assert proxy.parts() == [2, 3]
+
+
+def test_proxy_that_takes_the_etag_of_a_part_is_named(
+    s3_endpoint: str, s3_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(s3_endpoint) as store:
+        begin_upload(s3_client, store)
+        monkeypatch.setattr(store._objects._clients().boto, "upload_part", lambda **_: {})  # type: ignore[attr-defined]
+        with pytest.raises(RemoteError, match=r"without an ETag.*a proxy in between"):
+            store._objects.upload("artifacts/x", CONTENT, CHUNK, lambda *_: None)
 
 
 @pytest.mark.parametrize("excluded", ["127.0.0.0/8", "10.0.0.0/8, 127.0.0.0/30", "localhost,127.0.0.1"])
