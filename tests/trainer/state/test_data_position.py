@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from tiercheck import Checkpointer, ResumableSampler
 from tiercheck.trainer.checkpointer import find
@@ -278,8 +278,44 @@ def begun_anew(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]
     return loader(Squares(), 8, shuffle=True), {}
 
 
-@pytest.mark.parametrize("seen", [3, 5])
-@pytest.mark.parametrize("make", [own_place, set_by_step, what_is_left, skipped, begun_anew])
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+def stream(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]:
+    return loader(Stream(), 8), {}
+
+
+class Numbers(Stream):
+    """A stream without an end that keeps its own place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.place += 1
+            yield self.place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def own_stream(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]:
+    data = Numbers()
+    return loader(data, 8), {"data": data}
+
+
+BEGUN = [own_place, set_by_step, what_is_left, skipped, begun_anew]
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"), [*product(BEGUN, [3, 5]), (stream, 3), (stream, 8), (stream, 10), (own_stream, 3)]
+)
 def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_does_not(
     make: Callable[..., Any], seen: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,7 +353,7 @@ def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_doe
     whole = train(12)
     shutil.rmtree(tmp_path)
     seed()
-    is_lost = make is begun_anew and seen % 5 > 0
+    is_lost = make in (begun_anew, stream) and seen % 5 > 0
     assert (train(seen) + train(12) == whole) is not is_lost
     assert len([line for line in caplog.messages if "and begins anew: these come again" in line]) == is_lost
 

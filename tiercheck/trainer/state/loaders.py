@@ -24,8 +24,9 @@ from tiercheck.trainer.state.user_state import generator_state
 
 LOADERS = "data loaders"
 """The key of `LoaderPositions.facts` in the facts of snapshots and deltas."""
+_ENDLESS = sys.maxsize
 _DEEP, _MEMBERS = 4, 64
-"""The depth, and the members of a collection, up to which values are read that decide an order."""
+"""The depth, and the number of members, up to which values are read that decide an order."""
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class _Iteration:
     order: int | None
     """The fingerprint of the plain values that its samplers and its dataset had; None: not known."""
     length: int
-    """The number of batches of the epoch."""
+    """The number of batches of the epoch; _ENDLESS: not known."""
     before: int = 0
     """The number of batches of this epoch that an earlier process was given and this iteration leaves out."""
     seen: int = 0
@@ -60,7 +61,7 @@ class _Iteration:
 
 
 class LoaderPositions:
-    """Tracks the DataLoaders over map-style datasets that give batches in the steps of one Checkpointer."""
+    """Tracks the DataLoaders that give batches in the steps of one Checkpointer."""
 
     def __init__(self) -> None:
         self._iterations: list[_Iteration] = []
@@ -76,7 +77,7 @@ class LoaderPositions:
         self._restored = torch.empty(0)
         """The state of torch's generator that was restored; empty: none, or a step has ended since."""
         self._empty: tuple[_Iteration, Tensor] | None = None
-        """One of these at an epoch's end, and the generator's state when it had begun."""
+        """The iteration that has begun at an epoch's end, and the generator's state after that."""
         _watchers().add(self)
 
     def facts(self) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ class LoaderPositions:
             "order": each.order,
             "given": given,
             "length": length,
-            "goes_on": given < length or lasts,  # without another seed
+            "goes_on": given < length != _ENDLESS or lasts,  # without another seed
         }
 
     def loaded(self, facts: Sequence[Mapping[str, Any]]) -> None:
@@ -124,11 +125,14 @@ class LoaderPositions:
             and not any(map(is_saved, (loader, *_samplers(loader), loader.dataset)))
         ):
             now.before = 0
+            unless = " unless that was all" * (then["length"] == _ENDLESS)
             return (
                 f"the DataLoader over {now.data[0]} had given {then['given']} batches of its epoch when "
-                "the version was saved, and begins anew: these come again. Give `state` its position: use a "
-                "ResumableSampler, or torchdata's StatefulDataLoader"
+                f"the version was saved, and begins anew: these come again{unless}. Give `state` its "
+                "position: use a ResumableSampler, or torchdata's StatefulDataLoader"
             )
+        elif then["length"] == _ENDLESS:
+            now.before, now.order = then["given"], then["order"]
         return ""
 
     def begins(self, loader: Any) -> None:
@@ -151,7 +155,9 @@ class LoaderPositions:
         # An order that is drawn from this generator anew is none that goes on.
         is_fixed = getattr(_samplers(loader)[1], "generator", loader) is not None
         if loader.generator is None and is_fixed and torch.equal(drawn, self._restored):
-            if then["goes_on"]:
+            # Where a stream ends is not known: it goes on if it does not begin as it once began.
+            is_elsewhere = then["length"] == _ENDLESS and then["order"] not in (None, now.order)
+            if then["goes_on"] or is_elsewhere:
                 torch.set_rng_state(drawn)
             else:
                 self._empty = now, torch.get_rng_state()
@@ -162,7 +168,8 @@ class LoaderPositions:
         if then is not None:
             self._expected.remove(then)
             self._begun.append((now, then))
-            now.before = then["given"] if then["given"] < then["length"] == now.length else 0
+            is_whole = then["given"] < then["length"] == now.length != _ENDLESS
+            now.before = then["given"] if is_whole else 0
         return then
 
 
@@ -174,11 +181,11 @@ def _watchers() -> weakref.WeakSet[LoaderPositions]:
 
     @functools.wraps(begin)
     def begin_watched(iterator: Any, loader: Any) -> None:
-        watching = [*watchers] if loader._dataset_kind == _DatasetKind.Map else []
+        watching = [*watchers]
         for each in watching:
             each.begins(loader)
         drawn = torch.get_rng_state()
-        known = _data(loader), _order(loader), _length(loader)  # a sampler may change as it begins
+        known = _data(loader), _order(loader), _batches(loader)  # a sampler may change as it begins
         begin(iterator, loader)
         for each in watching:
             each.begun(loader, _Iteration(weakref.ref(iterator), weakref.ref(loader), *known), drawn)
@@ -196,17 +203,25 @@ def _data(loader: Any) -> tuple[str, int]:
     return type(loader.dataset).__name__, _length(loader.dataset)
 
 
+def _batches(loader: Any) -> int:
+    # That of a stream may be a guess, which torch would then warn of.
+    return _length(loader) if loader._dataset_kind == _DatasetKind.Map else _ENDLESS
+
+
 def _length(value: Any) -> int:
     try:
         return len(value)
-    except Exception:  # a sampler without a length, which goes on and on
-        return sys.maxsize
+    except Exception:  # a sampler without a length mostly goes on and on
+        return _ENDLESS
 
 
 def _order(loader: Any) -> int | None:
     try:
         read = [_read(each, _DEEP) for each in _samplers(loader)]
-        own = [(name, each) for name, each in vars(loader.dataset).items() if type(each) in UNCHANGEABLE]
+        kept = vars(loader.dataset).items()
+        if loader._dataset_kind == _DatasetKind.Map:
+            kept = [(name, each) for name, each in kept if type(each) in UNCHANGEABLE]
+        own = [(name, _read(each, _DEEP)) for name, each in kept if "epoch" not in name]
     except Exception:  # one of them may hold a position that cannot be read
         return None
     return zlib.crc32(repr([read, own]).encode()) or 1
