@@ -131,8 +131,8 @@ class LoaderPositions:
                 f"the version was saved, and begins anew: these come again{unless}. Give `state` its "
                 "position: use a ResumableSampler, or torchdata's StatefulDataLoader"
             )
-        elif then["length"] == _ENDLESS:
-            now.before, now.order = then["given"], then["order"]
+        elif now.length == _ENDLESS:
+            now.before, now.order, now.length = then["given"], then["order"], then["length"]
         return ""
 
     def begins(self, loader: Any) -> None:
