@@ -310,14 +310,32 @@ def own_stream(loader: Callable[..., Any], _: int) -> tuple[Any, dict[str, Any]]
     return loader(data, 8), {"data": data}
 
 
+class Rest(Stream):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, 40))
+
+
+def rest_of_stream(loader: Callable[..., Any], done: int) -> tuple[Any, dict[str, Any]]:
+    return loader(Rest(done % 5 * 8), 8), {}
+
+
 BEGUN = [own_place, set_by_step, what_is_left, skipped, begun_anew]
 
 
 @pytest.mark.parametrize(
-    ("make", "seen"), [*product(BEGUN, [3, 5]), (stream, 3), (stream, 8), (stream, 10), (own_stream, 3)]
+    ("make", "ends"),
+    [
+        *product(BEGUN, [(3,), (5,)]),
+        *((stream, (seen,)) for seen in (3, 8, 10)),
+        (own_stream, (3,)),
+        (rest_of_stream, (3, 8, 10)),
+    ],
 )
 def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_does_not(
-    make: Callable[..., Any], seen: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Any], ends: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No step is trained again, which could show that dropout, or the next order, is another."""
 
@@ -341,7 +359,7 @@ def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_doe
                     if done == steps:
                         return lines
                 skip["batches"] = 0
-                if make is what_is_left:
+                if make in (what_is_left, rest_of_stream):
                     loader = make(DataLoader, 0)[0]
         return lines
 
@@ -353,8 +371,8 @@ def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_doe
     whole = train(12)
     shutil.rmtree(tmp_path)
     seed()
-    is_lost = make in (begun_anew, stream) and seen % 5 > 0
-    assert (train(seen) + train(12) == whole) is not is_lost
+    is_lost = make in (begun_anew, stream) and ends[0] % 5 > 0
+    assert (list(chain.from_iterable(map(train, (*ends, 12)))) == whole) is not is_lost
     assert len([line for line in caplog.messages if "and begins anew: these come again" in line]) == is_lost
 
 
