@@ -361,7 +361,8 @@ class Checkpointer:
         if self.step_number == 1 and not self._capturing.has_begun:
             self._saver.warn("Restore", "restore() was not called: each start of this script begins anew")
         loss = self._progress.read_loss(loss)
-        same = self._resume.note(self.step_number, loss, suspected=bool(self._suspicion))
+        begins = self._trained.loaders.begins_epoch
+        same = self._resume.note(self.step_number, loss, suspected=bool(self._suspicion), begins_epoch=begins)
         self._trained.partitions.stepped()
         self._trained.arithmetic.end_step()
         self._capturing.look_for_gaps()

@@ -9,6 +9,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -397,3 +398,110 @@ def test_loader_that_each_step_begins_draws_a_seed_in_each(
     torch.manual_seed(0)
     assert train(3) + train(6) == whole
     assert "begins anew" not in caplog.text
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Augments each sample with numbers of three generators."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(()) + random.random() + float(numpy.random.rand())
+
+
+class Shuffled(Sampler[int]):
+    def __init__(self, shuffle: Callable[[], list[int]]) -> None:
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._shuffle())
+
+
+def shuffled(generator: torch.Generator, **more: Any) -> Any:
+    return DataLoader(Drawing(), 8, shuffle=True, **more)
+
+
+def with_own_generator(generator: torch.Generator, **more: Any) -> Any:
+    return DataLoader(Drawing(), 8, shuffle=True, generator=generator, **more)
+
+
+def ordered_by_numpy(generator: torch.Generator, **more: Any) -> Any:
+    return DataLoader(Drawing(), 8, sampler=Shuffled(lambda: numpy.random.permutation(40).tolist()), **more)
+
+
+def ordered_by_python(generator: torch.Generator, **more: Any) -> Any:
+    return DataLoader(Drawing(), 8, sampler=Shuffled(lambda: random.sample(range(40), 40)), **more)
+
+
+def skip_and_train(
+    folder: Path, make: Callable[..., Any], steps: int, epoch_seed: int = 0, **more: Any
+) -> list[tuple[list[float], float]]:
+    """Trains as most scripts do that go on in the middle of an epoch: they skip what was given."""
+    generator = torch.Generator().manual_seed(5)
+    loader, model, lines = make(generator, **more), nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(model, optimizer, folder=folder, state={"g": generator}, every=1) as checkpointer:
+        done = checkpointer.restore()
+        while True:
+            if epoch_seed:
+                torch.manual_seed(epoch_seed + done // 5)
+            skipped = done % 5
+            for number, batch in enumerate(loader):
+                if number < skipped:
+                    continue
+                noise = torch.rand(()).item()
+                lines.append((batch.tolist(), noise))
+                optimizer.step()
+                checkpointer.step()
+                checkpointer.wait()
+                done += 1
+                if done == steps:
+                    return lines
+
+
+@pytest.mark.parametrize("seen", [1, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (shuffled, {}),
+        (shuffled, {"epoch_seed": 7}),
+        (shuffled, {"num_workers": 2}),
+        (with_own_generator, {}),
+        (ordered_by_numpy, {}),
+        (ordered_by_python, {}),
+    ],
+)
+def test_script_that_skips_what_was_given_gets_the_same_order_and_the_same_draws(
+    make: Callable[..., Any],
+    more: dict[str, Any],
+    seen: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def seed() -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+
+    seed()
+    whole = skip_and_train(tmp_path, make, 12, **more)
+    shutil.rmtree(tmp_path)
+    seed()
+    assert skip_and_train(tmp_path, make, seen, **more) + skip_and_train(tmp_path, make, 12, **more) == whole
+    if not (
+        seen == 5 and "epoch_seed" in more
+    ):  # a seed before the epoch looks like numbers drawn after a restore
+        assert not caplog.messages
+
+
+def test_persistent_workers_of_a_later_epoch_are_named_as_their_generators_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    skip_and_train(tmp_path, shuffled, 7, **more)
+    skip_and_train(tmp_path, shuffled, 9, **more)
+    assert "persist, and have begun with new generators" in caplog.text

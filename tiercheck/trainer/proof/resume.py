@@ -105,12 +105,16 @@ class Resume:
         """Returns the step at which an earlier process was finished; 0: none was."""
         return 0 if self._journal is None else self._journal.header.ended
 
-    def note(self, step: int, loss: float | None, *, suspected: bool = False) -> bool:
+    def note(
+        self, step: int, loss: float | None, *, suspected: bool = False, begins_epoch: bool = False
+    ) -> bool:
         """Records the ending step, and compares it if it was trained before.
 
-        `suspected`: the step will be repeated, and all of its state compared then. Returns whether it gave
-        the same bits as when it was suspected before."""
+        `suspected`: the step will be repeated, and all of its state compared then. `begins_epoch`: it draws
+        more than others. Returns whether it gave the same bits as when it was suspected before."""
         journal, self._newest = self._journal, step
+        if begins_epoch:
+            self._drawn = []
         if journal is None:
             return False
         try:
