@@ -347,8 +347,8 @@ async def of_workers(workers: int) -> dict[str, float]:
     }
 
 
-async def of_jobs(jobs: int) -> dict[str, float]:
-    """That many jobs of a few workers each: what an event of one of them costs beside the others."""
+async def of_jobs(jobs: int, events: int = EVENTS_OF_ALL) -> dict[str, float]:
+    """That many jobs of a few workers each: what an event of one costs beside the others; `events` of all."""
     server, metrics = Server(), Metrics()
     nodes = ground(jobs * WORKERS_OF_MANY)
     made: dict[str, BenchJob] = {}
@@ -360,7 +360,7 @@ async def of_jobs(jobs: int) -> dict[str, float]:
         await made[name].until_running()
     started = time.process_time() - began
     server.calls.clear()
-    rounds = max(1, EVENTS_OF_ALL // jobs)
+    rounds = max(1, events // jobs)
     began = time.process_time()
     for turn in range(rounds):
         for job in made.values():

@@ -239,7 +239,8 @@ async def test_events_and_recoveries_make_no_more_calls_for_many_workers_than_fo
 
 
 async def test_event_of_one_job_makes_no_calls_for_the_others() -> None:
-    assert (await of_jobs(20))["event, API calls"] <= 1
+    """Of a job's fifty, all but the first two change its own status, with one call each."""
+    assert (await of_jobs(20, events=1000))["event, API calls"] <= 0.96
 
 
 async def test_object_of_a_thousand_workers_stays_small_whatever_they_have_to_say() -> None:
