@@ -67,13 +67,13 @@ class TrainedState:
         if leave_out:
             self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
-        self.arithmetic = Arithmetic(wrapped, given.values())
-        self.loaders = LoaderPositions()
+        self.arithmetic = arithmetic = Arithmetic(wrapped, given.values())
+        self.loaders = loaders = LoaderPositions()
         self.inventories = Inventories(
             self.model,
             self.optimizers,
             self.beside,
-            lambda: {**self.arithmetic.facts(), LOADERS: self.loaders.facts()},
+            lambda: {**arithmetic.facts(), LOADERS: loaders.facts()},  # not of `self`: no cycle
         )
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
