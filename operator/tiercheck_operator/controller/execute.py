@@ -23,6 +23,7 @@ from tiercheck_operator.kubernetes import api_server
 from tiercheck_operator.kubernetes.api_server import JOBS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube, NameTaken, backoff
 from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, OwnedObjects, is_owned_by
+from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model import actions
@@ -194,7 +195,7 @@ class Executor:
 
     async def _promote(self, job: JobView, action: actions.Promote) -> None:
         pod = action.pod
-        labels = {names.LABEL_WORKER: str(action.worker), names.LABEL_INCARNATION: str(action.incarnation)}
+        labels = owned.worker_labels(action.worker, action.incarnation)
         metadata = {"uid": pod.uid, "resourceVersion": pod.resource_version, "labels": labels}
         try:
             await self._kube.patch(api_server.PODS, job.namespace, pod.name, {"metadata": metadata})

@@ -28,6 +28,7 @@ from tiercheck_operator.kubernetes.api_server import JOBS, PODS, ApiFailure
 from tiercheck_operator.kubernetes.client import Kube, backoff
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
+from tiercheck_operator.manifests import owned
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Decision, SavePlacement
@@ -416,8 +417,7 @@ class JobLoop:
         ours = {
             names.LABEL_JOB: job.name,
             names.LABEL_JOB_UID: job.identity,
-            names.LABEL_WORKER: str(member.worker),
-            names.LABEL_INCARNATION: str(member.incarnation),
+            **owned.worker_labels(member.worker, member.incarnation),
         }
         labels = {key: value for key, value in ours.items() if key not in present}
         log.warning("%s: labels were taken off pod %s, and are put back once", self.named, member.pod)

@@ -69,6 +69,11 @@ def spare_name(job: JobView, number: int) -> str:
     return f"{job.name}-spare-{number}"
 
 
+def worker_labels(worker: int, incarnation: int) -> dict[str, str]:
+    """Returns the labels that make a pod this worker's."""
+    return {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
+
+
 def pod_name(job: JobView, worker: int, incarnation: int) -> str:
     return f"{job.name}-{worker}-{incarnation}"
 

@@ -78,7 +78,7 @@ def build_pod(
     """Builds the pod of `worker`. Raises Unbuildable.
     It is never scheduled onto `avoid_nodes`; if possible onto `prefer` and not onto `unwelcome` (host names).
     """
-    labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
+    labels = owned.worker_labels(worker, incarnation)
     name = owned.pod_name(job, worker, incarnation)
     ports = pod_settings.worker_ports(job.identity, worker, incarnation)
     setup = SidecarSetup(str(worker), ports, sidecar_image, node_memory)
