@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from tiercheck import Checkpointer, ResumableSampler
 from tiercheck.trainer.checkpointer import find
+from tiercheck.trainer.state import loaders
 
 
 def ranks_of(world_size: int, length: int, size: int, **options: object) -> list[ResumableSampler]:
@@ -200,6 +201,17 @@ def test_what_a_loader_has_fetched_ahead_does_not_count_and_resuming_draws_nothi
     assert begun + train(second, 11) == whole
 
 
+def train_on(
+    batch: torch.Tensor, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer
+) -> tuple[list[float], float]:
+    """Makes a step. Returns the batch, and a number that a script draws for it, as for dropout."""
+    seen = batch.tolist(), torch.rand(()).item()
+    optimizer.step()
+    checkpointer.step()
+    checkpointer.wait()
+    return seen
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("seen", [3, 5, 7])
 def test_loader_with_its_own_position_draws_nothing_where_it_goes_on(
@@ -217,10 +229,7 @@ def test_loader_with_its_own_position_draws_nothing_where_it_goes_on(
             done = checkpointer.restore()
             while done < steps:
                 for batch in loader:
-                    lines.append((batch.tolist(), torch.rand(()).item()))
-                    optimizer.step()
-                    checkpointer.step()
-                    checkpointer.wait()
+                    lines.append(train_on(batch, optimizer, checkpointer))
                     done += 1
                     if done == steps:
                         break
@@ -352,10 +361,7 @@ def test_loader_of_torch_draws_no_seed_where_it_goes_on_and_is_told_where_it_doe
                 for number, batch in enumerate(loader):
                     if number < skip["batches"]:
                         continue
-                    lines.append((batch.tolist(), torch.rand(()).item()))
-                    optimizer.step()
-                    checkpointer.step()
-                    checkpointer.wait()
+                    lines.append(train_on(batch, optimizer, checkpointer))
                     done += 1
                     if done == steps:
                         return lines
@@ -386,10 +392,7 @@ def test_loader_that_each_step_begins_draws_a_seed_in_each(
         with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
             for _ in range(checkpointer.restore(), steps):
                 batches = iter(loader)
-                lines.append((next(batches).tolist(), torch.rand(()).item()))
-                optimizer.step()
-                checkpointer.step()
-                checkpointer.wait()
+                lines.append(train_on(next(batches), optimizer, checkpointer))
         return lines
 
     torch.manual_seed(0)
@@ -453,11 +456,7 @@ def skip_and_train(
             for number, batch in enumerate(loader):
                 if number < skipped:
                     continue
-                noise = torch.rand(()).item()
-                lines.append((batch.tolist(), noise))
-                optimizer.step()
-                checkpointer.step()
-                checkpointer.wait()
+                lines.append(train_on(batch, optimizer, checkpointer))
                 done += 1
                 if done == steps:
                     return lines
@@ -505,3 +504,15 @@ def test_persistent_workers_of_a_later_epoch_are_named_as_their_generators_are_l
     skip_and_train(tmp_path, shuffled, 7, **more)
     skip_and_train(tmp_path, shuffled, 9, **more)
     assert "persist, and have begun with new generators" in caplog.text
+
+
+def test_error_in_our_own_work_stops_no_loader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> dict[str, Any]:
+        raise ValueError("no state can be read")
+
+    skip_and_train(tmp_path, shuffled, 3)
+    monkeypatch.setattr(loaders, "_generator_states", fail)
+    assert len(skip_and_train(tmp_path, shuffled, 7)) == 4
+    assert "may draw other numbers: ValueError('no state can be read')" in caplog.text

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.state.readable import UNCHANGEABLE
 from tiercheck.trainer.state.user_state import generator_state, random_state, set_random_state
+
+T = TypeVar("T")
 
 LOADERS = "data loaders"
 """The key of `LoaderPositions.facts` in the facts of snapshots and deltas."""
@@ -50,8 +52,6 @@ class _Iteration:
     """The number of batches of this epoch that an earlier process was given and this iteration leaves out."""
     seen: int = 0
     """The number of batches at the end of the newest step."""
-    steps: int = 0
-    """The number of steps in which it gave batches."""
     began: Mapping[str, Any] = field(default_factory=dict)
     """The states of the generators when it began, or when the one began that it goes on with."""
     is_later: bool = False
@@ -95,14 +95,13 @@ class LoaderPositions:
         return [self._facts_of(each) for each in self._advanced]
 
     def _facts_of(self, each: _Iteration) -> dict[str, Any]:
-        given, lasts = each.before + each.seen, getattr(each.iterator(), "_persistent_workers", False)
         length = self._ends.get(each.data, each.length)  # some scripts leave an iteration after some batches
         return {
             "data": [*each.data],
             "order": each.order,
-            "given": given,
+            "given": each.before + each.seen,
             "length": length,
-            "goes_on": given < length != _ENDLESS or lasts,  # without another seed
+            "persists": getattr(each.iterator(), "_persistent_workers", False),
             "began": each.began,
             "is_later": each.is_later,
             "own": _own_states(each.loader()),
@@ -122,7 +121,6 @@ class LoaderPositions:
         self._advanced = [each for each in self._iterations if each.given != each.seen]
         for each in self._advanced:
             each.before, each.seen = 0 if each.given < each.seen else each.before, each.given
-            each.steps += 1
         begun, self._begun, self._expected, self._empty = self._begun, [], [], None
         self._restored, self.begins_epoch = {}, False
         return next(filter(None, [self._check(*each, is_saved) for each in begun]), "")
@@ -131,7 +129,7 @@ class LoaderPositions:
         loader = now.loader()
         if not 0 < now.given <= then["given"] < then["length"]:
             now.before = 0  # the script skips what was given, or an epoch begins
-            if then["is_later"] or (then["goes_on"] and then["given"] == then["length"]):
+            if then["is_later"] or (then["persists"] and then["given"] == then["length"]):
                 return (
                     f"the workers of the DataLoader over {now.data[0]} persist, and have begun with new "
                     "generators: if the dataset draws random numbers in them, its samples are others"
@@ -152,8 +150,10 @@ class LoaderPositions:
             now.before, now.order, now.length = then["given"], then["order"], then["length"]
         return ""
 
-    def begins(self, loader: Any, now: _Iteration) -> None:
+    def begins(self, iterator: Any, loader: Any) -> _Iteration:
         """Handles the begin of an iteration, before it draws."""
+        known = _data(loader), _order(loader), _batches(loader)  # a sampler may change as it begins
+        now = _Iteration(weakref.ref(iterator), weakref.ref(loader), *known)
         if self._empty is not None and self._empty[0].loader() is loader:
             # A sampler restored at its epoch's end gave no batch: an undisturbed run has drawn one seed.
             (first, drawn), self._empty = self._empty, None
@@ -162,15 +162,16 @@ class LoaderPositions:
         now.began = _generator_states(loader)
         then = self._find_expected(now)
         if then is None:
-            return
+            return now
         if getattr(loader, "next_iter_state", None):  # a StatefulDataLoader has its position, and its seeds
             self._begun.pop()
             now.began, now.before = then["began"], 0
-        elif 0 < then["given"] < then["length"] != _ENDLESS:
+        elif _is_midway(then):
             now.began, now.is_later = then["began"], then["is_later"]
             _set_generators(loader, now.began)
         elif then["given"] == then["length"] and _has_generators_of(loader, then):
             _set_to_end_of_epoch(loader, then)
+        return now
 
     def begun(self, loader: Any, now: _Iteration, drawn: Mapping[str, Any]) -> None:
         """Handles it afterwards. `drawn`: the states of the generators before it."""
@@ -185,14 +186,14 @@ class LoaderPositions:
         is_restored = torch.equal(drawn["torch"], self._restored["torch"])
         self.begins_epoch |= is_restored and then["given"] >= then["length"]
         is_same = now.order is not None and now.order == then["order"]
-        if 0 < then["given"] < then["length"] != _ENDLESS:
+        if _is_midway(then):
             _draw_first_index_from(iterator, now.began if now.is_later else random_state())
             set_random_state(drawn)
             if is_same:
                 _keep_generators(
                     iterator, then["given"], functools.partial(self._end_skipping, drawn["torch"])
                 )
-        elif then["goes_on"]:  # workers that persist: only the first epoch draws a seed
+        elif then["persists"]:  # only the first epoch of such workers draws a seed
             set_random_state(drawn)
         elif loader.generator is None and is_restored:
             # Where a stream ends is not known: it goes on if it does not begin as it once began.
@@ -221,9 +222,13 @@ class LoaderPositions:
         if then is not None:
             self._expected.remove(then)
             self._begun.append((now, then))
-            is_whole = then["given"] < then["length"] == now.length != _ENDLESS
-            now.before = then["given"] if is_whole else 0
+            now.before = then["given"] if _is_midway(then) and then["length"] == now.length else 0
         return then
+
+
+def _is_midway(then: Mapping[str, Any]) -> bool:
+    """Returns whether an iteration with these facts was known to have more batches to give."""
+    return bool(0 < then["given"] < then["length"] != _ENDLESS)
 
 
 @functools.cache
@@ -234,21 +239,18 @@ def _watchers() -> weakref.WeakSet[LoaderPositions]:
 
     @functools.wraps(begin)
     def begin_watched(iterator: Any, loader: Any) -> None:
-        known = _data(loader), _order(loader), _batches(loader)  # a sampler may change as it begins
-        drawn = random_state()
-        watching = [
-            (each, _Iteration(weakref.ref(iterator), weakref.ref(loader), *known)) for each in watchers
-        ]
-        for each, now in watching:
-            _never_raise(functools.partial(each.begins, loader, now))
+        drawn = _never_raise(random_state) if watchers else None
+        watching = [] if drawn is None else [*watchers]
+        begins = [(each, _never_raise(each.begins, iterator, loader)) for each in watching]
         begin(iterator, loader)
-        for each, now in watching:
-            _never_raise(functools.partial(each.begun, loader, now, drawn))
+        for each, now in begins:
+            if now is not None:
+                _never_raise(each.begun, loader, now, drawn)
 
     @functools.wraps(begin_again)
     def begin_again_watched(iterator: Any, loader: Any, first_iter: bool = False) -> None:
         for each in () if first_iter else [*watchers]:
-            _never_raise(functools.partial(each.later_epoch, iterator, loader))
+            _never_raise(each.later_epoch, iterator, loader)
         begin_again(iterator, loader, first_iter)
 
     _BaseDataLoaderIter.__init__ = begin_watched  # type: ignore[method-assign, assignment]
@@ -256,11 +258,12 @@ def _watchers() -> weakref.WeakSet[LoaderPositions]:
     return watchers
 
 
-def _never_raise(work: Callable[[], None]) -> None:
+def _never_raise(work: Callable[..., T], *arguments: Any) -> T | None:
     try:
-        work()
+        return work(*arguments)
     except Exception as error:  # invariant: no error of TierCheck stops training
         log.warning("Data: a resume in the middle of an epoch may draw other numbers: %r", error)
+        return None
 
 
 def _keep_generators(iterator: Any, batches: int, end: Callable[[], None]) -> None:
@@ -272,13 +275,13 @@ def _keep_generators(iterator: Any, batches: int, end: Callable[[], None]) -> No
         iterator: Any = this()
         if iterator._num_yielded >= batches:
             vars(iterator).pop("_next_data", None)
-            end()
+            _never_raise(end)
             return fetch(iterator)
-        drawn = random_state()
+        drawn = _never_raise(random_state)
         try:
             return fetch(iterator)
         finally:
-            set_random_state(drawn)
+            _never_raise(set_random_state, drawn)
 
     iterator._next_data = fetch_without_draws
 
@@ -316,13 +319,13 @@ class _BegunSampler:
         if self.states is None:
             yield
             return
-        drawn = random_state()
-        set_random_state(_of_host(self.states))
+        drawn = _never_raise(random_state)
+        _never_raise(set_random_state, _of_host(self.states))
         try:
             yield
         finally:
-            self.states = random_state()
-            set_random_state(drawn)
+            self.states = _never_raise(random_state)
+            _never_raise(set_random_state, drawn)
 
 
 def _set_to_end_of_epoch(loader: Any, then: Mapping[str, Any]) -> None:
